@@ -1,0 +1,1 @@
+"""The rules of the protocol, and nothing else: no IO, clock, randomness, tensors or await."""
