@@ -17,9 +17,33 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 __all__ = [
-    "UNSET", "UINT32_MAX", "Action", "Assignment", "CacheRef", "CommitRecord", "Contract", "Decline", "Event",
-    "FenceRecord", "Hash32", "Output", "Policy", "Proposal", "Resume", "Role", "Rule", "Sampling", "SessionId",
-    "SessionOpen", "SessionState", "Status", "Token", "Uint", "UnsetType", "Verdict", "action_of",
+    "UNSET",
+    "UINT32_MAX",
+    "Action",
+    "Assignment",
+    "CacheRef",
+    "CommitRecord",
+    "Contract",
+    "Decline",
+    "Event",
+    "FenceRecord",
+    "Hash32",
+    "Output",
+    "Policy",
+    "Proposal",
+    "Resume",
+    "Role",
+    "Rule",
+    "Sampling",
+    "SessionId",
+    "SessionOpen",
+    "SessionState",
+    "Status",
+    "Token",
+    "Uint",
+    "UnsetType",
+    "Verdict",
+    "action_of",
 ]
 
 UINT32_MAX: Final = 2**32 - 1
@@ -71,7 +95,7 @@ class Message(Struct, frozen=True, kw_only=True):
     """Base of all messages: immutable, slotted, members by keyword."""
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True, kw_only=True):
     """The sampling profile: it defines p (4.1). An absent temperature is 1000, an absent top_k or top_p keeps all."""
 
     temperature_milli: Uint | UnsetType = UNSET
@@ -80,7 +104,7 @@ class Sampling(Message):
     seed: Uint | UnsetType = UNSET
 
 
-class Contract(Message, forbid_unknown_fields=True):
+class Contract(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The immutable session contract (4.1). ``rule`` and ``fallback`` are checked in ``core/contract.py``."""
 
     target: Hash32
@@ -99,7 +123,7 @@ class Contract(Message, forbid_unknown_fields=True):
     scope: ScopeId | UnsetType = UNSET
 
 
-class Resume(Message):
+class Resume(Message, frozen=True, kw_only=True):
     """Where a new verifier takes over (6.9)."""
 
     round: Uint
@@ -109,7 +133,7 @@ class Resume(Message):
     target_kv: CacheRef | UnsetType = UNSET
 
 
-class SessionOpen(Message):
+class SessionOpen(Message, frozen=True, kw_only=True):
     """Router to verifier (6.1). ``epoch`` is 1, or higher together with ``resume``."""
 
     session: SessionId
@@ -121,7 +145,7 @@ class SessionOpen(Message):
     resume: Resume | UnsetType = UNSET
 
 
-class SessionState(Message):
+class SessionState(Message, frozen=True, kw_only=True):
     """Where a session stands. ``state`` uses action codes (AMB-069): 0 drafting, 2 waiting, 3 self-decoding, 4, 5."""
 
     session: SessionId
@@ -132,7 +156,7 @@ class SessionState(Message):
     state: Uint | UnsetType = UNSET
 
 
-class Assignment(Message):
+class Assignment(Message, frozen=True, kw_only=True):
     """Router to verifier, then to the drafter (6.1). ``round`` is the last committed round."""
 
     session: SessionId
@@ -149,7 +173,7 @@ class Assignment(Message):
     m_init: Uint
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """A role's report to the router; it expires ``ttl_ms`` after it was received (5.2, 6.1)."""
 
     instance: str
@@ -165,7 +189,7 @@ class Status(Message):
     base: str | UnsetType = UNSET
 
 
-class Proposal(Message):
+class Proposal(Message, frozen=True, kw_only=True):
     """Drafter to verifier: M tokens that extend the prefix of length ``base`` (6.2)."""
 
     session: SessionId
@@ -180,7 +204,7 @@ class Proposal(Message):
     status: Status
 
 
-class Decline(Message):
+class Decline(Message, frozen=True, kw_only=True):
     """Extension (docs/decisions/0003): the assigned drafter has nothing to propose for this round.
 
     The verifier decodes one token itself, a round without a proposal, and answers with the state after it.
@@ -192,7 +216,7 @@ class Decline(Message):
     drafter: str
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True, kw_only=True):
     """Verifier to drafter: what the round committed and how to go on (6.3 to 6.5)."""
 
     session: SessionId
@@ -208,7 +232,7 @@ class Verdict(Message):
     load: Percent
 
 
-class Output(Message):
+class Output(Message, frozen=True, kw_only=True):
     """Committed tokens from output index ``from_`` on (6.7)."""
 
     session: SessionId
@@ -219,7 +243,7 @@ class Output(Message):
     finish: Uint | UnsetType = UNSET
 
 
-class Event(Message):
+class Event(Message, frozen=True, kw_only=True):
     """Verifier to router: the session needs another drafter, or has ended (6.5.2)."""
 
     session: SessionId
@@ -229,7 +253,7 @@ class Event(Message):
     digest: Hash32
 
 
-class Policy(Message):
+class Policy(Message, frozen=True, kw_only=True):
     """Router to verifier: a new sampling profile from a later round on (6.6)."""
 
     session: SessionId
@@ -237,7 +261,7 @@ class Policy(Message):
     sampling: Sampling
 
 
-class CommitRecord(Message):
+class CommitRecord(Message, frozen=True, kw_only=True):
     """One committed round in the commit log (6.8). ``final`` is an extension: how the session ended (AMB-062)."""
 
     epoch: Uint
@@ -248,7 +272,7 @@ class CommitRecord(Message):
     final: Uint | UnsetType = UNSET
 
 
-class FenceRecord(Message):
+class FenceRecord(Message, frozen=True, kw_only=True):
     """After it, appends with a lower epoch fail (6.8). On the wire a map with exactly one key."""
 
     epoch: Uint

@@ -12,8 +12,22 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from msgspec import Struct
 
 from sdcp_mono.core.messages import (
-    Assignment, CommitRecord, Decline, Event, FenceRecord, Hash32, Output, Policy, Proposal, Rule, Sampling, SessionId,
-    SessionOpen, SessionState, Status, Verdict,
+    Assignment,
+    CommitRecord,
+    Decline,
+    Event,
+    FenceRecord,
+    Hash32,
+    Output,
+    Policy,
+    Proposal,
+    Rule,
+    Sampling,
+    SessionId,
+    SessionOpen,
+    SessionState,
+    Status,
+    Verdict,
 )
 
 
@@ -141,11 +155,15 @@ class DraftRequest(Struct, frozen=True):
 
 
 class Draft(Struct, frozen=True):
-    """Proposed tokens, 1..m of them, and under rule 2 the rows they were drawn from (a ``QRows``, opaque here)."""
+    """Proposed tokens, at most m, and under rule 2 the rows they were drawn from (a ``QRows``, opaque here).
+
+    No tokens: there is nothing worth proposing. ``seconds_per_token`` is the measured cost of one drafting step, the
+    whole batch's share included and prefill left out.
+    """
 
     tokens: tuple[int, ...]
     rows: Any = None
-    source: str = ""
+    seconds_per_token: float = 0.0
 
 
 class DraftModel(Protocol):
@@ -162,9 +180,10 @@ class DraftModel(Protocol):
     def vocab_size(self) -> int: ...
 
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft | None]:
-        """Drafts for many sessions at once; None where there is nothing worth proposing.
+        """Drafts for many sessions at once; None while a prefix is still being fed (call again with the same request).
 
-        The KV cache follows ``prefix`` by itself: what no longer agrees is rolled back, what is missing is fed.
+        The KV cache follows ``prefix`` by itself: what no longer agrees is rolled back, what is missing is fed, a
+        part per call, so that one long prompt doesn't hold the other sessions up.
         """
 
     def release(self, session: SessionId) -> None: ...
@@ -200,6 +219,9 @@ class VerifierPort(Protocol):
     async def propose(self, proposal: Proposal, caller: str) -> Verdict: ...
     async def decline(self, decline: Decline, caller: str) -> SessionState: ...
     async def output(self, session: SessionId, from_: int, wait_ms: int | None = None) -> Output: ...
+    async def chunk(self, session: SessionId, from_: int, wait_ms: int | None = None) -> Chunk:
+        """``output`` for our own front end: the same tokens with the rounds that committed them."""
+
     async def policy(self, policy: Policy) -> SessionState: ...
     async def close(self, session: SessionId) -> None: ...
 
@@ -208,6 +230,15 @@ class DrafterPort(Protocol):
     """Table 1, drafter row."""
 
     async def assign(self, assignment: Assignment) -> None: ...
+
+
+class Observer(Protocol):
+    """Who wants to know what happens: metrics and traces. Must be quick and never raise."""
+
+    def round(self, session: SessionId, info: RoundInfo) -> None: ...
+    def rejected(self, problem: str) -> None: ...
+    def passed(self, model: str, cost: PassCost) -> None: ...
+    def sessions(self, active: int, waiting: int) -> None: ...
 
 
 class RouterPort(Protocol):
@@ -230,10 +261,13 @@ class OpenOptions(Struct, frozen=True):
     top_logprobs: int = -1
 
 
-class TokenInfo(Struct, frozen=True):
-    """Where an output token came from, for people who look: ``accepted``, ``correction``, ``bonus`` or ``self``."""
+Origin = Literal["accepted", "correction", "bonus", "self"]
 
-    origin: Literal["accepted", "correction", "bonus", "self"]
+
+class TokenInfo(Struct, frozen=True):
+    """Where an output token came from, for people who look."""
+
+    origin: Origin
     p: float
     q: float
     logprob: float | None = None

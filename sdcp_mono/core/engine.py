@@ -1,0 +1,274 @@
+"""All sessions of one verifier: opening and resuming, limits, output, policies, epochs (6.1, 6.6, 6.7, 6.9).
+
+A pure machine. Calls and answers to effects come in, effects come out; refusals are raised before any change.
+Time and load come in as a ``Moment``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import UNSET, Struct
+
+from sdcp_mono.core import contract as contracts
+from sdcp_mono.core import digest as digests
+from sdcp_mono.core.effects import Append, Effects, Moment, Reply, Ticket, Waiter
+from sdcp_mono.core.messages import (
+    Action,
+    Assignment,
+    CommitRecord,
+    Decline,
+    FenceRecord,
+    Output,
+    Policy,
+    Proposal,
+    SessionId,
+    SessionOpen,
+    SessionState,
+    Token,
+)
+from sdcp_mono.core.ports import AppendOutcome, Chunk, ModelCard, OpenOptions, Scored, ScoreFailure, Uniforms
+from sdcp_mono.core.problems import (
+    Conflict,
+    Malformed,
+    NotAssigned,
+    Refusal,
+    StaleEpoch,
+    Unavailable,
+    UnknownSession,
+    Unprocessable,
+)
+from sdcp_mono.core.session import Session
+
+MAX_OUTPUT_TOKENS: Final = 64 * 1024  # tokens in one output message (AMB-170)
+
+
+class Limits(Struct, frozen=True):
+    """What one verifier holds at most. ``retention_ms``: how long an ended session stays readable (AMB-070, 169)."""
+
+    sessions: int = 256
+    retention_ms: int = 60_000
+    idle_ms: int = 600_000  # a session nobody drives is closed after this, so abandoned ones can't pile up
+
+
+class Opening(Struct, frozen=True):
+    """A session-open whose references have been fetched: the prompt, the committed tokens and the commit log."""
+
+    message: SessionOpen
+    prompt: tuple[Token, ...]
+    committed: tuple[Token, ...] = ()
+    log: tuple[CommitRecord | FenceRecord, ...] = ()
+
+
+class Engine:
+    """The verifier's rules over all its sessions. ``trusted``: base URIs of drafters rule 2 may use (section 9)."""
+
+    def __init__(self, card: ModelCard, limits: Limits | None = None, trusted: frozenset[str] = frozenset()) -> None:
+        self.card = card
+        self.limits = limits or Limits()
+        self.trusted = trusted
+        self.sessions: dict[SessionId, Session] = {}
+
+    # ---- opening (6.1, 6.9) ----------------------------------------------------------------------
+
+    def check_open(self, opening: SessionOpen) -> SessionState | None:
+        """Judge a session-open before anything is fetched or allocated; a state is the answer to a replay (AMB-054)."""
+        if opening.epoch == 0:
+            raise Malformed("epoch: starts at 1")  # AMB-057
+        if (opening.epoch > 1) != (opening.resume is not UNSET):
+            raise Malformed("resume: required exactly when epoch is above 1")
+        length = len(opening.prompt) if isinstance(opening.prompt, tuple) else None
+        contracts.validate(opening.contract, self.card, length)
+        known = self.sessions.get(opening.session)
+        if known is not None:
+            if opening.epoch < known.epoch:
+                raise StaleEpoch(f"epoch: the session's epoch is {known.epoch}")
+            if opening.epoch == known.epoch:
+                if opening != known.opening:
+                    raise Conflict("session: already open with other contents")
+                return known.state()
+        elif len(self.sessions) >= self.limits.sessions:
+            raise Unavailable("the verifier holds as many sessions as it may", retry_after_ms=1000)
+        return None
+
+    def open(self, opening: Opening, options: OpenOptions, waiter: Waiter, at: Moment) -> Effects:
+        """POST sessions, references fetched. A higher epoch replaces the session of the same id (AMB-056)."""
+        message = opening.message
+        replay = self.check_open(message)
+        if replay is not None:
+            return [Reply(waiter, replay)]
+        contracts.validate(message.contract, self.card, len(opening.prompt))
+        if not opening.prompt:
+            raise Unprocessable("prompt: empty")  # AMB-035
+        if max(opening.prompt) >= self.card.vocab_size:
+            raise Unprocessable(f"prompt: an id is not below the vocabulary size {self.card.vocab_size}")  # AMB-036
+        session = Session(
+            message,
+            opening.prompt,
+            options,
+            at=at,
+            vocab_size=self.card.vocab_size,
+            trusted=self.trusted,
+            log_length=len(opening.log),
+        )
+        if message.resume is UNSET:
+            if opening.log:
+                raise Conflict("commit_log: not empty, so it belongs to another session")  # AMB-071, AMB-153
+        else:
+            _resume(session, opening)
+        if session.ended is None and session.committed >= message.contract.max_new:  # AMB-017, AMB-061
+            session.ended = Action.FINISH
+        replaced = self.sessions.get(message.session)
+        effects = replaced.fence(at) if replaced is not None and not replaced.fenced else []
+        self.sessions[message.session] = session
+        return [*effects, Reply(waiter, session.state()), *session.proceed(at)]
+
+    # ---- calls on one session --------------------------------------------------------------------
+
+    def propose(self, proposal: Proposal, caller: str, waiter: Waiter) -> Effects:
+        session = self.sessions.get(proposal.session)
+        if session is None:  # step 1 comes first: no assignment names the caller (AMB-050)
+            raise NotAssigned("session: not assigned to this drafter")
+        return session.propose(proposal, caller, waiter)
+
+    def decline(self, decline: Decline, caller: str, waiter: Waiter) -> Effects:
+        session = self.sessions.get(decline.session)
+        if session is None:
+            raise NotAssigned("session: not assigned to this drafter")
+        return session.decline(decline, caller, waiter)
+
+    def assign(self, assignment: Assignment, waiter: Waiter, at: Moment) -> Effects:
+        return self._session(assignment.session).assign(assignment, waiter, at)
+
+    def policy(self, policy: Policy) -> SessionState:
+        return self._session(policy.session).policy(policy)
+
+    def close(self, session: SessionId, at: Moment) -> Effects:
+        return self._session(session).close(at)
+
+    def undrafted(self, session: SessionId, at: Moment) -> Effects:
+        """No drafter has come: decode token by token until one is assigned (AMB-124)."""
+        known = self.sessions.get(session)
+        if known is None or known.ended is not None or (known.assignment is not None and not known.released):
+            return []
+        known.undrafted = True
+        return known.proceed(at)
+
+    # ---- answers to effects ----------------------------------------------------------------------
+
+    def rows_ready(self, session: SessionId, ticket: Ticket, rows: object) -> Effects:
+        known = self.sessions.get(session)
+        return [] if known is None else known.rows_ready(ticket, rows)
+
+    def rows_failed(self, session: SessionId, ticket: Ticket, refusal: Refusal, at: Moment) -> Effects:
+        known = self.sessions.get(session)
+        return [] if known is None else known.rows_failed(ticket, refusal, at)
+
+    def scored(
+        self,
+        session: SessionId,
+        ticket: Ticket,
+        rows: Sequence[Scored] | ScoreFailure,
+        uniforms: Uniforms | None,
+        at: Moment,
+        wait_seconds: float = 0.0,
+        verify_seconds: float = 0.0,
+    ) -> Effects:
+        known = self.sessions.get(session)
+        return [] if known is None else known.scored(ticket, rows, uniforms, at, wait_seconds, verify_seconds)
+
+    def appended(self, done: Append, outcome: AppendOutcome, at: Moment, commit_seconds: float = 0.0) -> Effects:
+        known = self.sessions.get(done.session)
+        return [] if known is None else known.appended(done, outcome, at, commit_seconds)
+
+    def log_read(self, pending: Append, records: Sequence[CommitRecord | FenceRecord] | None, at: Moment) -> Effects:
+        known = self.sessions.get(pending.session)
+        return [] if known is None else known.log_read(pending, records, at)
+
+    # ---- output (6.7) ----------------------------------------------------------------------------
+
+    def output(self, session: SessionId, from_: int) -> Output:
+        """Committed tokens from index ``from_`` (0-based, AMB-162); empty and not final means: wait and ask again."""
+        known = self._readable(session)
+        start = known.prompt_length + from_
+        tokens = tuple(known.prefix[start : start + MAX_OUTPUT_TOKENS])
+        final = known.ended is not None and start + len(tokens) >= len(known.prefix)
+        finish = int(known.ended) if final and known.ended is not None else UNSET
+        return Output(session=session, epoch=known.epoch, from_=from_, tokens=tokens, final=final, finish=finish)
+
+    def chunk(self, session: SessionId, from_: int) -> Chunk:
+        """The same for our own front end, with the rounds that committed the tokens (``from_`` at a round's edge)."""
+        output = self.output(session, from_)
+        known = self.sessions[session]
+        first = bisect_right(known.rounds, from_ - 1, key=lambda info: info.base)
+        rounds = known.rounds[first:] if output.tokens else []
+        return Chunk(
+            from_=from_,
+            epoch=output.epoch,
+            tokens=output.tokens,
+            rounds=tuple(rounds),
+            final=output.final,
+            finish=None if output.finish is UNSET else output.finish,
+            error=known.error,
+        )
+
+    def _readable(self, session: SessionId) -> Session:
+        known = self._session(session)
+        if known.fenced:  # AMB-158
+            raise StaleEpoch("a verifier with a higher epoch has taken over")
+        return known
+
+    def _session(self, session: SessionId) -> Session:
+        known = self.sessions.get(session)
+        if known is None:
+            raise UnknownSession("session: unknown")
+        return known
+
+    # ---- housekeeping ----------------------------------------------------------------------------
+
+    def forget(self, session: SessionId) -> None:
+        """Drop an ended session before its retention is over (its reader has everything)."""
+        known = self.sessions.get(session)
+        if known is not None and (known.ended is not None or known.fenced):
+            del self.sessions[session]
+
+    def tick(self, at: Moment) -> Effects:
+        """Close sessions nobody drives and forget ended ones; call about once a second."""
+        effects: Effects = []
+        for session in list(self.sessions.values()):
+            over = session.ended is not None or session.fenced
+            if over and at.ms - session.touched_ms >= self.limits.retention_ms:
+                del self.sessions[session.id]
+            elif not over and session.flight is None and at.ms - session.touched_ms >= self.limits.idle_ms:
+                effects += session.close(at)
+        return effects
+
+
+def _resume(session: Session, opening: Opening) -> None:
+    """Take over where the log ends (6.9). The router's word is checked against the digest chain and the log."""
+    resume = opening.message.resume
+    assert resume is not UNSET
+    if len(opening.committed) != resume.committed:
+        raise Unprocessable(f"resume.committed_tokens: {len(opening.committed)} tokens, not {resume.committed}")
+    digest = digests.extend(session.digest, opening.committed)
+    if digest != resume.digest:
+        raise Unprocessable("resume.digest: not the digest of prompt and committed tokens")  # AMB-059
+    fences = [record.epoch for record in opening.log if isinstance(record, FenceRecord)]
+    if max(fences, default=0) > session.epoch:
+        raise StaleEpoch(f"epoch: the log is fenced at {max(fences)}")
+    if max(fences, default=0) < session.epoch:
+        raise Unprocessable("commit_log: not fenced at the session's epoch")  # AMB-060
+    commits = [record for record in opening.log if isinstance(record, CommitRecord)]
+    last = commits[-1] if commits else None
+    found = (0, 0, session.digest) if last is None else (last.round, last.committed, last.digest)
+    if found != (resume.round, resume.committed, resume.digest):
+        raise Unprocessable("resume: not the last commit record of the log")
+    session.prefix.extend(opening.committed)
+    session.digest, session.round = digest, resume.round
+    session.lead = False
+    if last is not None and last.final is not UNSET:  # AMB-062
+        session.ended = Action.FAIL if last.final != Action.FINISH else Action.FINISH
+    elif opening.committed and opening.committed[-1] in opening.message.contract.stop:  # AMB-061
+        session.ended = Action.FINISH

@@ -1,0 +1,86 @@
+"""Names as text: session ids in paths (5.1), base URIs (AMB-040), MLC objects (design, section 5)."""
+
+from __future__ import annotations
+
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from typing import Final
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from sdcp_mono.core.messages import SessionId
+from sdcp_mono.core.problems import Malformed
+
+# 16 octets are 22 characters, of which the last holds two bits: exactly one text per session.
+_SESSION: Final = re.compile(r"[A-Za-z0-9_-]{21}[AQgw]")
+_BASE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[!-~]{1,2000}")  # printable ASCII, as long as HTTP stacks allow
+_DEFAULT_PORTS: Final = {"https": 443, "http": 80}
+
+# One spelling per object: no upper case where it means nothing, no escapes, no empty or dotted segment.
+_MLC: Final = re.compile(
+    r"mlc://(?P<authority>[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?)"
+    r"/(?P<scope>-|[0-9a-f]{32})"
+    r"/(?P<kind>[a-z][a-z0-9_-]{0,31})"
+    r"/(?P<name>[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})"
+)
+
+
+def format_session(session: SessionId) -> str:
+    """The {id} of session paths: base64url without padding, 22 characters."""
+    return urlsafe_b64encode(session)[:22].decode("ascii")
+
+
+def parse_session(text: str) -> SessionId:
+    """Read {id}; raises ``Malformed`` for padding, another alphabet, another length or stray bits."""
+    if not _SESSION.fullmatch(text):
+        raise Malformed("session id in the path: not 22 characters of base64url that encode 16 octets")
+    return urlsafe_b64decode(text + "==")
+
+
+def normalise_base(uri: str) -> str:
+    """A base URI for comparison: scheme and host in lower case, no default port, exactly one trailing slash.
+
+    Raises ``Malformed`` for what is not an absolute URI with a host, or carries user information, query or fragment.
+    """
+    try:
+        if not _BASE.fullmatch(uri):
+            raise ValueError
+        parts = urlsplit(uri)
+        host, port = parts.hostname, parts.port
+        if not host or "@" in parts.netloc or "?" in uri or "#" in uri:
+            raise ValueError
+    except ValueError:
+        raise Malformed("base URI: expected scheme://host[:port]/path") from None
+    if ":" in host:
+        host = f"[{host}]"  # IPv6
+    if port is not None and port != _DEFAULT_PORTS.get(parts.scheme):
+        host = f"{host}:{port}"
+    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/"
+
+
+class MlcUri(Struct, frozen=True):
+    """``mlc://authority/scope/kind/name``; scope is 16 octets in hex, or ``-`` for objects of no scope.
+
+    ``str()`` is the URI. Made by ``parse`` or field by field, it is checked either way (``Malformed``).
+    """
+
+    authority: str
+    scope: bytes | None
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _MLC.fullmatch(str(self)):
+            raise Malformed("MLC URI: expected mlc://authority/scope/kind/name in its one allowed spelling")
+
+    def __str__(self) -> str:
+        return f"mlc://{self.authority}/{'-' if self.scope is None else self.scope.hex()}/{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> MlcUri:
+        match = _MLC.fullmatch(text)
+        if match is None:
+            raise Malformed("MLC URI: expected mlc://authority/scope/kind/name in its one allowed spelling")
+        scope = None if match["scope"] == "-" else bytes.fromhex(match["scope"])
+        return cls(match["authority"], scope, match["kind"], match["name"])

@@ -1,0 +1,368 @@
+"""The verifier role: carries out the engine's effects with a model, a commit log and a row source.
+
+No rule of the protocol lives here. Everything runs on one event loop; the model on its own thread (``batching.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from msgspec import UNSET, structs
+
+from sdcp_mono.core.effects import (
+    Append,
+    Effects,
+    FetchRows,
+    Moment,
+    Publish,
+    ReadLog,
+    Release,
+    Reply,
+    Score,
+    SendEvent,
+    Waiter,
+)
+from sdcp_mono.core.engine import Engine, Opening
+from sdcp_mono.core.messages import (
+    Assignment,
+    Decline,
+    Event,
+    Output,
+    Policy,
+    Proposal,
+    Role,
+    SessionId,
+    SessionOpen,
+    SessionState,
+    Status,
+    Verdict,
+)
+from sdcp_mono.core.ports import (
+    Chunk,
+    CommitLog,
+    Observer,
+    OpenOptions,
+    RouterPort,
+    RowSource,
+    RowsProblem,
+    Scored,
+    ScoreFailure,
+    ScoreRequest,
+    TargetModel,
+    Uniforms,
+)
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
+from sdcp_mono.roles.batching import Batcher
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STATUS_TTL_MS: Final = 3_000
+MAX_WAIT_MS: Final = 20_000  # of a long poll (AMB-166)
+UNDRAFTED_AFTER_MS: Final = 250  # a session without a drafter for this long decodes by itself (AMB-124)
+EVENT_TRIES: Final = 8  # about half a minute of back-off; by then the router has noticed by itself
+APPEND_BACKOFF_SECONDS: Final = (0.0, 0.01, 0.05, 0.2, 1.0)  # the last one repeats
+TICK_SECONDS: Final = 0.1
+
+TokenFetcher = Callable[[str, bytes | None], Awaitable[tuple[int, ...]]]
+"""Fetches the token ids behind a cache-ref of a session's scope (AMB-037); raises a ``Refusal``."""
+
+
+class Verifier:
+    """Implements ``VerifierPort``. ``base`` is its own base URI."""
+
+    def __init__(
+        self,
+        base: str,
+        engine: Engine,
+        model: TargetModel,
+        batcher: Batcher[ScoreRequest, Any],
+        commit_log: CommitLog,
+        rows: RowSource,
+        router: RouterPort,
+        tokens: TokenFetcher,
+        observer: Observer,
+        *,
+        self_decode_idle: bool = True,
+    ) -> None:
+        self.base = base
+        self.engine = engine
+        self._model = model
+        self._batcher = batcher
+        self._log = commit_log
+        self._rows = rows
+        self._router = router
+        self._tokens = tokens
+        self._observer = observer
+        self._self_decode_idle = self_decode_idle
+        self._waiters: dict[Waiter, asyncio.Future[Any]] = {}
+        self._next_waiter = 0
+        self._news: dict[SessionId, asyncio.Event] = {}
+        self._appends: list[Append] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._batcher.start()
+        self._spawn(self._report())
+        self._spawn(self._tick())
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._batcher.stop()
+
+    def moment(self) -> Moment:
+        return Moment(ms=time.monotonic_ns() // 1_000_000, load=self.load())
+
+    def load(self) -> int:
+        """Percent of the session slots in use (AMB-186); busy time says little where drafter and target share cores."""
+        active = sum(s.ended is None and not s.fenced for s in self.engine.sessions.values())
+        return min(100, 100 * active // self.engine.limits.sessions)
+
+    # ---- VerifierPort ----------------------------------------------------------------------------
+
+    async def open(self, opening: SessionOpen, options: OpenOptions | None = None) -> SessionState:
+        replay = self.engine.check_open(opening)
+        if replay is not None:
+            return replay
+        scope = None if opening.contract.scope is UNSET else opening.contract.scope
+        prompt = opening.prompt if isinstance(opening.prompt, tuple) else await self._tokens(opening.prompt, scope)
+        committed: tuple[int, ...] = ()
+        records: tuple[Any, ...] = ()
+        if opening.resume is not UNSET:
+            committed = await self._tokens(opening.resume.committed_tokens, scope)
+            records = tuple(await self._log.read(opening.commit_log))
+        else:
+            await self._log.create(opening.commit_log)
+        room = len(prompt) + opening.contract.max_new
+        if not await self._batcher.call(lambda: self._model.admit(opening.session, room)):
+            raise Unavailable("no room for the session's KV now", retry_after_ms=1000)
+        try:
+            material = Opening(opening, prompt, committed, records)
+            state: SessionState = await self._ask(
+                lambda waiter: self.engine.open(material, options or OpenOptions(), waiter, self.moment())
+            )
+        except Refusal:
+            await self._batcher.call(partial(self._model.release, opening.session))
+            raise
+        self._count_sessions()
+        return state
+
+    async def assign(self, assignment: Assignment) -> SessionState:
+        state: SessionState = await self._ask(lambda waiter: self.engine.assign(assignment, waiter, self.moment()))
+        return state
+
+    async def propose(self, proposal: Proposal, caller: str) -> Verdict:
+        verdict: Verdict = await self._ask(lambda waiter: self.engine.propose(proposal, caller, waiter))
+        return verdict
+
+    async def decline(self, decline: Decline, caller: str) -> SessionState:
+        state: SessionState = await self._ask(lambda waiter: self.engine.decline(decline, caller, waiter))
+        return state
+
+    async def output(self, session: SessionId, from_: int, wait_ms: int | None = None) -> Output:
+        return await self._read(session, lambda: self.engine.output(session, from_), wait_ms)
+
+    async def chunk(self, session: SessionId, from_: int, wait_ms: int | None = None) -> Chunk:
+        return await self._read(session, lambda: self.engine.chunk(session, from_), wait_ms)
+
+    async def policy(self, policy: Policy) -> SessionState:
+        return self.engine.policy(policy)
+
+    async def close(self, session: SessionId) -> None:
+        self._carry_out(self.engine.close(session, self.moment()))
+        self.engine.forget(session)
+
+    # ---- calls and answers -----------------------------------------------------------------------
+
+    async def _ask(self, call: Callable[[Waiter], Effects]) -> Any:
+        """Make a call on the engine and wait for its reply. A caller that goes away changes nothing (AMB-147)."""
+        self._next_waiter += 1
+        waiter = self._next_waiter
+        future = self._waiters[waiter] = asyncio.get_running_loop().create_future()
+        try:
+            self._carry_out(call(waiter))
+            return await future
+        except Refusal as refusal:
+            self._observer.rejected(refusal.suffix or str(refusal.status))
+            raise
+        finally:
+            self._waiters.pop(waiter, None)
+
+    async def _read(self, session: SessionId, read: Callable[[], T], wait_ms: int | None) -> T:
+        """Long poll (6.7): answer at once if there is something, else wait for news."""
+        deadline = time.monotonic() + min(MAX_WAIT_MS if wait_ms is None else wait_ms, MAX_WAIT_MS) / 1000
+        while True:
+            answer = read()
+            left = deadline - time.monotonic()
+            if answer.tokens or answer.final or left <= 0:  # type: ignore[attr-defined]
+                return answer
+            news = self._news.setdefault(session, asyncio.Event())
+            try:
+                await asyncio.wait_for(news.wait(), left)
+            except TimeoutError:
+                continue
+
+    def _carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case Reply():
+                    future = self._waiters.get(effect.waiter)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(effect.answer, Refusal):
+                        future.set_exception(effect.answer)
+                    else:
+                        future.set_result(effect.answer)
+                case Score():
+                    self._spawn(self._score(effect))
+                case Append():
+                    self._append_soon(effect)
+                case Publish():
+                    news = self._news.pop(effect.session, None)
+                    if news is not None:
+                        news.set()
+                case FetchRows():
+                    self._spawn(self._fetch(effect))
+                case ReadLog():
+                    self._spawn(self._reread(effect.pending))
+                case SendEvent():
+                    self._spawn(self._send(effect.event))
+                case Release():
+                    self._spawn(self._release(effect.session))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a verifier task failed", exc_info=task.exception())
+
+    # ---- effects ---------------------------------------------------------------------------------
+
+    async def _fetch(self, effect: FetchRows) -> None:
+        try:
+            rows = await self._rows.fetch(effect.uri, effect.tokens, effect.scope)
+        except RowsProblem as problem:
+            refusal = QUnavailable(problem.detail) if problem.unavailable else BadProposal(problem.detail)
+            self._carry_out(self.engine.rows_failed(effect.session, effect.ticket, refusal, self.moment()))
+        else:
+            self._carry_out(self.engine.rows_ready(effect.session, effect.ticket, rows))
+
+    async def _score(self, effect: Score) -> None:
+        request = effect.request
+        if effect.fresh_uniforms:
+            request = structs.replace(request, uniforms=fresh_uniforms(len(request.tokens)))
+        asked = time.perf_counter()
+        answer: list[Scored] | ScoreFailure
+        try:
+            answer, seconds = await self._batcher.submit(request)
+        except Exception as error:
+            log.exception("a model pass failed")
+            answer, seconds = ScoreFailure(f"the model failed: {type(error).__name__}"), 0.0
+        wait = max(0.0, time.perf_counter() - asked - seconds)
+        self._carry_out(
+            self.engine.scored(request.session, effect.ticket, answer, request.uniforms, self.moment(), wait, seconds)
+        )
+
+    def _append_soon(self, append: Append) -> None:
+        """Rounds of one pass share one transaction: the flush runs after all their effects."""
+        self._appends.append(append)
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.get_running_loop().create_task(self._flush())
+            self._tasks.add(self._flushing)
+            self._flushing.add_done_callback(self._done)
+
+    async def _flush(self) -> None:
+        while self._appends:
+            batch, self._appends = self._appends, []
+            started = time.perf_counter()
+            outcomes = await self._log.append([append.append for append in batch])
+            seconds = time.perf_counter() - started
+            for append, outcome in zip(batch, outcomes, strict=True):
+                self._carry_out(self.engine.appended(append, outcome, self.moment(), seconds))
+                if outcome == "ok":
+                    info = append.commit.info
+                    self._observer.round(append.session, structs.replace(info, commit_seconds=seconds))
+
+    async def _reread(self, pending: Append) -> None:
+        await asyncio.sleep(APPEND_BACKOFF_SECONDS[min(pending.attempt, len(APPEND_BACKOFF_SECONDS) - 1)])
+        try:
+            records = await self._log.read(pending.append.log, pending.append.sequence)
+        except (Refusal, OSError):
+            self._carry_out(self.engine.log_read(pending, None, self.moment()))
+        else:
+            self._carry_out(self.engine.log_read(pending, records, self.moment()))
+
+    async def _send(self, event: Event) -> None:
+        for attempt in range(EVENT_TRIES):
+            try:
+                await self._router.event(event)
+            except Unavailable:
+                await asyncio.sleep(0.1 * 2**attempt * random.uniform(0.5, 1.0))
+            except Refusal:
+                return  # the router doesn't know the session: nothing to tell it (AMB-182)
+            else:
+                return
+
+    async def _release(self, session: SessionId) -> None:
+        await self._batcher.call(partial(self._model.release, session))
+        self._count_sessions()
+
+    def _count_sessions(self) -> None:
+        active = sum(s.ended is None for s in self.engine.sessions.values())
+        self._observer.sessions(active, self._batcher.queue)
+
+    # ---- loops -----------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        while True:
+            card = self.engine.card
+            await self._router.status(
+                Status(
+                    instance=self.base,
+                    role=int(Role.VERIFIER),
+                    load=self.load(),
+                    queue=self._batcher.queue,
+                    ttl_ms=STATUS_TTL_MS,
+                    models=(card.target,),
+                    tokenizer=card.tokenizer,
+                    base=self.base,
+                )
+            )
+            await asyncio.sleep(STATUS_TTL_MS / 3000)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            at = self.moment()
+            self._carry_out(self.engine.tick(at))
+            if self._self_decode_idle:
+                for session in list(self.engine.sessions.values()):
+                    if session.flight is None and at.ms - session.touched_ms >= UNDRAFTED_AFTER_MS:
+                        self._carry_out(self.engine.undrafted(session.id, at))
+
+
+def fresh_uniforms(m: int) -> Uniforms:
+    """Values for one round without a seed, from the system's secure generator (6.4), 53 bits each."""
+    bits = [secrets.randbits(53) / 2**53 for _ in range(2 * m + 1)]
+    return Uniforms(accept=tuple(bits[:m]), extra=tuple(bits[m:]))
+
+
+def unknown_reference(uri: str, scope: bytes | None) -> Awaitable[tuple[int, ...]]:
+    """A ``TokenFetcher`` for a verifier without a cache."""
+    raise UnknownSession(f"{uri}: there is no cache to fetch references from")
