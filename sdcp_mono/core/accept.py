@@ -60,9 +60,7 @@ def uniforms(seed: int, session: SessionId, round: int, m: int) -> Uniforms:
     )
 
 
-def accept(
-    rule: Rule, tokens: Sequence[int], scored: Sequence[Scored], uniforms: Uniforms | None = None
-) -> Outcome:
+def accept(rule: Rule, tokens: Sequence[int], scored: Sequence[Scored], uniforms: Uniforms | None = None) -> Outcome:
     """Apply ``rule`` to M proposed tokens and M+1 scored positions; M may be 0.
 
     Rule 2 needs ``uniforms`` unless M is 0. Raises ``ValueError`` where the lengths do not fit.
@@ -105,19 +103,21 @@ def _accept_sampled(tokens: Sequence[int], scored: Sequence[Scored], uniforms: U
     return len(tokens)
 
 
-RULES: Final[Mapping[Rule, AcceptanceRule]] = MappingProxyType({
-    Rule.GREEDY: AcceptanceRule(
-        accept=_accept_greedy,
-        extra=lambda position: position.argmax,
-        required_artifacts=frozenset(),
-        preserves_target=True,
-        trust="any",
-    ),
-    Rule.SPECULATIVE_SAMPLING: AcceptanceRule(
-        accept=_accept_sampled,
-        extra=lambda position: position.extra,
-        required_artifacts=frozenset({"q_rows"}),
-        preserves_target=True,
-        trust="verifier",
-    ),
-})
+RULES: Final[Mapping[Rule, AcceptanceRule]] = MappingProxyType(
+    {
+        Rule.GREEDY: AcceptanceRule(
+            accept=_accept_greedy,
+            extra=lambda position: position.argmax,
+            required_artifacts=frozenset(),
+            preserves_target=True,
+            trust="any",
+        ),
+        Rule.SPECULATIVE_SAMPLING: AcceptanceRule(
+            accept=_accept_sampled,
+            extra=lambda position: position.extra,
+            required_artifacts=frozenset({"q_rows"}),
+            preserves_target=True,
+            trust="verifier",
+        ),
+    }
+)

@@ -32,7 +32,7 @@ _REFERENCES: Final = ("prompt", "prompt_kv", "commit_log", "committed_tokens", "
 # Every tag that cbor2 6 decodes itself; a test enumerates the library's.
 _BUILT_IN_TAGS: Final = (
     *range(6), 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799,
-)
+)  # fmt: skip
 
 
 def encode(message: Message) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from msgspec import UNSET, Struct
 
 from sdcp_mono.core import cbor
-from sdcp_mono.core.messages import Action, Contract, Event, SessionId, SessionOpen, Status
+from sdcp_mono.core.messages import Action, Contract, Event, Role, SessionId, SessionOpen, Status
 from sdcp_mono.core.ports import (
     Chunk,
     CommitLog,
@@ -74,6 +74,7 @@ class RouterRole:
         self._slots = asyncio.Semaphore(terms.active)
         self._waiting = 0
         self._active: dict[SessionId, _Active] = {}
+        self._reported = asyncio.Event()  # an instance has told its status
         self._ended = asyncio.Event()  # a session has ended: there may be room again
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -85,10 +86,19 @@ class RouterRole:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def ready(self, *, drafters: bool) -> None:
+        """Wait until a verifier, and a drafter where there are any, has reported."""
+        while not self.machine.alive(Role.VERIFIER, _now_ms()) or (
+            drafters and not self.machine.alive(Role.DRAFTER, _now_ms())
+        ):
+            self._reported.clear()
+            await self._reported.wait()
+
     # ---- RouterPort ------------------------------------------------------------------------------
 
     async def status(self, status: Status) -> None:
         self.machine.status(status, _now_ms())
+        self._reported.set()
 
     async def event(self, event: Event) -> None:
         self._carry_out(self.machine.event(event, _now_ms()))

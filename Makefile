@@ -1,0 +1,47 @@
+# One command each for people and for CI. `make serve ARGS="--port 9000"` passes flags on; PYTHON=python3.12 picks another Python.
+# A C compiler is optional: with one, installing also builds the fast kernels; without, torch's own are used.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# pip reads this file for build requirements (hatchling) too, which its option -c does not reach.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+INSTALL := $(BIN)/python -m pip install --quiet
+INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard hatch_build.py sdcp_mono/kernels/csrc/*)
+STUBS := sdcp_mono/grpc/pb/sdcp.proto
+
+.PHONY: serve test check proto bench
+
+serve: $(VENV)/serve.stamp
+	$(BIN)/sdcp-mono serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+# The generated stubs are committed, so only a change of the .proto needs grpcio-tools.
+proto: $(VENV)/dev.stamp
+ifeq ($(wildcard proto/$(STUBS)),)
+	@echo "proto: there is no proto/$(STUBS) yet, nothing to generate"
+else
+	$(INSTALL) grpcio-tools
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/$(STUBS)
+endif
+
+# torch comes first and alone: asked for together with packages that need it, pip may take a CUDA build of several GB.
+$(VENV)/serve.stamp: $(INSTALLED_FROM)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/serve.stamp
+	$(INSTALL) -e '.[dev]'
+	touch $@

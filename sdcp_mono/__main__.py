@@ -1,0 +1,5 @@
+"""``python -m sdcp_mono``."""
+
+from sdcp_mono.cli import main
+
+main()

@@ -1,0 +1,312 @@
+"""The default commit log: one SQLite file, one connection, one thread (6.8; design, section 3).
+
+Law of this module:
+- A call is answered after the transaction that holds it is on disk (WAL, synchronous=FULL), never before.
+- Calls that arrive while a transaction runs share the next one (group commit); nobody waits for company.
+- The head row of a log is the guard: one UPDATE tests sequence and fence and moves the head, so the cost of an append
+  does not depend on the log's length and a refused append writes nothing.
+- One owner: the file is locked exclusively for as long as it is open. A second opener is refused at start, and the
+  WAL-reset bug of older SQLite releases, which takes two connections on one file, can't be met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from sdcp_mono.core.cbor import decode_records, encode_record
+from sdcp_mono.core.messages import CommitRecord, FenceRecord
+from sdcp_mono.core.ports import AppendOutcome, LogAppend
+from sdcp_mono.core.problems import Conflict, Malformed, Refusal, Unavailable, UnknownSession
+
+INBOX_LIMIT: Final = 1024  # calls that wait; one per session and round, so more means that the disk has stopped
+BATCH_LIMIT: Final = 256  # calls per transaction: what one slow fsync may hold back, and one failure may repeat
+RETRY_MS: Final = 100  # a full inbox or a busy disk is worth asking again after several transactions
+WAL_BYTES: Final = 16 << 20  # the WAL file is cut back to this after a checkpoint; it normally needs 4 MiB
+APPLICATION_ID: Final = 0x53444350  # "SDCP"
+FORMAT: Final = 1
+
+_SCHEMA: Final = (
+    # An epoch is a uint64, which SQLite's integers are not: 8 octets, big-endian, compare like the number.
+    "CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL DEFAULT 0,"
+    " fence BLOB NOT NULL DEFAULT x'0000000000000000') STRICT",
+    "CREATE TABLE record (log INTEGER NOT NULL, sequence INTEGER NOT NULL, body BLOB NOT NULL,"
+    " PRIMARY KEY (log, sequence)) STRICT, WITHOUT ROWID",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {FORMAT}",
+)
+
+T = TypeVar("T")
+
+
+class CommitLogUnusable(Exception):
+    """The file can't be a commit log here: locked, foreign, damaged, or not writable. One sentence for a person."""
+
+
+class SqliteCommitLog:
+    """``core.ports.CommitLog`` in the file ``path``; its directory must exist. Usable from any event loop.
+
+    Raises ``CommitLogUnusable`` when opened. Afterwards a storage error (disk full, IO error) rolls back the
+    transaction it hit: ``append`` answers ``unknown`` and the other methods raise ``Unavailable``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._inbox: queue.Queue[_Call | None] = queue.Queue(INBOX_LIMIT)
+        self._gate = threading.Lock()  # orders "closed" against put, so that the last item is the closing None
+        self._closed = False
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(path, opened), name="commit-log", daemon=True)
+        self._thread.start()
+        opened.result()
+
+    async def create(self, log: str) -> None:
+        """Make an empty log (AMB-071, AMB-153); raises ``Conflict`` if it exists and is not empty."""
+        await self._call(lambda connection: _create(connection, log))
+
+    async def append(self, appends: Sequence[LogAppend]) -> Sequence[AppendOutcome]:
+        """Many logs in one durable transaction; each append succeeds or fails on its own (6.3 step 8).
+
+        ``ok``: the record is durable at its sequence number, now or since an earlier call whose answer was lost
+        (AMB-150). ``fenced``: a higher fence or a foreign record came first, or the log is gone (AMB-151).
+        ``unknown``: storage failed.
+        """
+        rows = [(append, encode_record(append.record)) for append in appends]
+        try:
+            return await self._call(lambda connection: [_append(connection, append, body) for append, body in rows])
+        except Unavailable:
+            return ["unknown"] * len(rows)
+
+    async def fence(self, log: str, epoch: int) -> bool:
+        """Append a fence; False if one with this or a higher epoch is there (AMB-154).
+
+        Raises ``UnknownSession`` if there is no such log: resuming from a log that was lost would repeat its output.
+        """
+        body = encode_record(FenceRecord(epoch=epoch))
+        return await self._call(lambda connection: _fence(connection, log, epoch, body))
+
+    async def read(self, log: str, from_: int = 0) -> Sequence[CommitRecord | FenceRecord]:
+        """The records from sequence number ``from_`` on; none where the log is empty or missing."""
+        bodies = await self._call(lambda connection: _bodies(connection, log, from_))
+        try:
+            records, _ = decode_records(b"".join(bodies))
+        except Malformed as error:
+            raise Unavailable(f"the commit log is damaged: {error}") from error
+        if len(records) != len(bodies):
+            raise Unavailable(f"the commit log is damaged: record {from_ + len(records)} is torn")
+        return records
+
+    async def drop(self, log: str) -> None:
+        """Forget a log and its records; later appends to it are ``fenced``."""
+        await self._call(lambda connection: _drop(connection, log))
+
+    async def names(self) -> Sequence[str]:
+        """Every log in the file, in the order of creation: what recovery and ``replay`` start from."""
+        return await self._call(_names)
+
+    def close(self) -> None:
+        """Answer what was accepted, then close the file and release its lock. May be called again; blocks."""
+        with self._gate:
+            first, self._closed = not self._closed, True
+        if first:
+            self._inbox.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    async def _call(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        done: Future[T] = Future()
+        with self._gate:
+            if self._closed:
+                raise Unavailable("the commit log is closed")
+            try:
+                self._inbox.put_nowait(_Call(operation, done))
+            except queue.Full:
+                raise Unavailable("the commit log's inbox is full", retry_after_ms=RETRY_MS) from None
+        return await asyncio.wrap_future(done)
+
+    def _run(self, path: Path, opened: Future[None]) -> None:
+        try:
+            connection = _open(path)
+        except Exception as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        with contextlib.closing(connection):
+            running = True
+            while running:
+                batch = [self._inbox.get()]
+                while len(batch) < BATCH_LIMIT and not self._inbox.empty():
+                    batch.append(self._inbox.get_nowait())
+                running = batch[-1] is not None
+                if calls := [call for call in batch if call and call.done.set_running_or_notify_cancel()]:
+                    _transact(connection, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Work for the owning thread. ``operation`` may raise a ``Refusal`` as long as it has written nothing."""
+
+    operation: Callable[[sqlite3.Connection], Any]
+    done: Future[Any]
+
+
+def _transact(connection: sqlite3.Connection, calls: Sequence[_Call]) -> None:
+    """Run ``calls`` in one transaction and answer them once it is durable."""
+    results: list[Any] = []
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for call in calls:
+            try:
+                results.append(call.operation(connection))
+            except Refusal as refusal:
+                results.append(refusal)
+        connection.execute("COMMIT")
+    except Exception as error:
+        with contextlib.suppress(sqlite3.Error):  # some errors have rolled back already
+            connection.execute("ROLLBACK")
+        if len(calls) > 1:  # each call fails for its own reasons only; every operation may be repeated
+            for call in calls:
+                _transact(connection, [call])
+        else:
+            calls[0].done.set_exception(_unavailable(error) if isinstance(error, sqlite3.Error) else error)
+        return
+    for call, result in zip(calls, results, strict=True):
+        if isinstance(result, Refusal):
+            call.done.set_exception(result)
+        else:
+            call.done.set_result(result)
+
+
+def _unavailable(error: sqlite3.Error) -> Unavailable:
+    unavailable = Unavailable(f"the commit log can't be written: {error}", retry_after_ms=RETRY_MS)
+    unavailable.__cause__ = error
+    return unavailable
+
+
+def _create(connection: sqlite3.Connection, log: str) -> None:
+    row = connection.execute("SELECT length FROM log WHERE name = ?", (log,)).fetchone()
+    if row is None:
+        connection.execute("INSERT INTO log (name) VALUES (?)", (log,))
+    elif row[0]:
+        raise Conflict("commit_log names a log that has records already")
+
+
+def _append(connection: sqlite3.Connection, append: LogAppend, body: bytes) -> AppendOutcome:
+    epoch = _octets(append.record.epoch)  # a fence with the writer's own epoch does not stop it (AMB-156)
+    if _advance(connection, append.log, body, "length = ? AND fence <= ?", append.sequence, epoch):
+        return "ok"
+    (there,) = connection.execute(
+        "SELECT body FROM record WHERE log = (SELECT id FROM log WHERE name = ?) AND sequence = ?",
+        (append.log, append.sequence),
+    ).fetchone() or (None,)
+    # A byte-identical record at this sequence number is this writer's own, stored when the answer was lost. It stands
+    # even if a fence follows: the resumed session starts after it (AMB-150).
+    return "ok" if there == body else "fenced"
+
+
+def _fence(connection: sqlite3.Connection, log: str, epoch: int, body: bytes) -> bool:
+    if _advance(connection, log, body, "fence < ?", _octets(epoch)):
+        connection.execute("UPDATE log SET fence = ? WHERE name = ?", (_octets(epoch), log))
+        return True
+    if connection.execute("SELECT 1 FROM log WHERE name = ?", (log,)).fetchone() is None:
+        raise UnknownSession("commit_log names a log that does not exist")
+    return False
+
+
+def _advance(connection: sqlite3.Connection, log: str, body: bytes, guard: str, *values: int | bytes) -> bool:
+    """Store ``body`` at the head if ``guard`` (trusted SQL on the head row) holds; the conditional append of 6.8."""
+    update = f"UPDATE log SET length = length + 1 WHERE name = ? AND {guard}"
+    if connection.execute(update, (log, *values)).rowcount == 0:
+        return False
+    connection.execute("INSERT INTO record SELECT id, length - 1, ? FROM log WHERE name = ?", (body, log))
+    return True
+
+
+def _bodies(connection: sqlite3.Connection, log: str, from_: int) -> list[bytes]:
+    rows = connection.execute(
+        "SELECT body FROM record WHERE log = (SELECT id FROM log WHERE name = ?) AND sequence >= ? ORDER BY sequence",
+        (log, from_),
+    )
+    return [body for (body,) in rows]
+
+
+def _drop(connection: sqlite3.Connection, log: str) -> None:
+    connection.execute("DELETE FROM record WHERE log = (SELECT id FROM log WHERE name = ?)", (log,))
+    connection.execute("DELETE FROM log WHERE name = ?", (log,))
+
+
+def _names(connection: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in connection.execute("SELECT name FROM log ORDER BY id")]
+
+
+def _octets(epoch: int) -> bytes:
+    return epoch.to_bytes(8, "big")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    for place in (path.parent, path) if path.exists() else (path.parent,):
+        if not os.access(place, os.W_OK):  # SQLite's own word for some of these cases is "disk I/O error"
+            raise CommitLogUnusable(f"the commit log {path} can't be written: {place} is missing or read-only")
+    try:
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None)
+    except sqlite3.Error as error:
+        raise CommitLogUnusable(_reason(path, error)) from error
+    try:
+        _adopt(connection, path)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise CommitLogUnusable(_reason(path, error)) from error
+        raise
+    return connection
+
+
+def _adopt(connection: sqlite3.Connection, path: Path) -> None:
+    """Check what the file is before changing it, then take it over."""
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    (owner,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    fresh = tables == 0 and owner == 0
+    if not fresh and owner != APPLICATION_ID:
+        raise CommitLogUnusable(f"{path} is the database of another program, not a commit log")
+    if not fresh and version != FORMAT:
+        raise CommitLogUnusable(f"the commit log {path} has format {version}; this release reads format {FORMAT}")
+    (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if damage != "ok":
+        raise CommitLogUnusable(f"the commit log {path} is damaged: {damage}")
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise CommitLogUnusable(f"the commit log {path} is on a file system where SQLite's WAL doesn't work")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+    connection.execute("BEGIN IMMEDIATE")  # takes the lock that is held until the file is closed
+    for statement in _SCHEMA if fresh else ():
+        connection.execute(statement)
+    connection.execute("COMMIT")
+
+
+def _reason(path: Path, error: sqlite3.Error) -> str:
+    match getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF:  # the primary code of an extended one
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return f"the commit log {path} is in use by another process"
+        case sqlite3.SQLITE_NOTADB:
+            return f"{path} is not a commit log: it is not an SQLite file"
+        case sqlite3.SQLITE_CORRUPT:
+            return f"the commit log {path} is damaged: {error}"
+        case _:
+            return f"the commit log {path} can't be opened: {error}"

@@ -1,0 +1,198 @@
+"""The command line. Thin: every command reads settings, asks ``compose`` for what it needs and shows the result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sdcp_mono import __version__
+from sdcp_mono.models.identity import ModelError
+from sdcp_mono.settings import Settings
+
+app = typer.Typer(
+    name="sdcp-mono",
+    help="Speculative decoding coordinated by a protocol. Start with: sdcp-mono serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="Fetch, convert and identify models.", no_args_is_help=True)
+app.add_typer(models, name="model")
+out = Console()
+err = Console(stderr=True)
+
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Model id, folder, GGUF file or hub id.")]
+DataOption = Annotated[Path | None, typer.Option("--data", help="Where models and logs live.")]
+DraftOption = Annotated[
+    list[str] | None,
+    typer.Option("--draft", "-d", help="none, ngram, quantized or model:DIR; repeatable, asked in order."),
+]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="bfloat16 (default) or float32.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI API.")] = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Serve a model with an OpenAI-compatible API, everything in one process.
+
+    Without --model the default model (SmolLM2-135M-Instruct) is fetched once and served at http://127.0.0.1:8000.
+    """
+    from sdcp_mono import compose  # torch loads in seconds: only when it is needed
+
+    settings = _settings(model=model, draft=draft, host=host, port=port, data_dir=data, dtype=dtype)
+    with _progress(settings) as progress:
+        compose.serve(settings, progress, lambda url: err.print(f"[bold]sdcp-mono[/] answers at [cyan]{url}/v1[/]"))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    max_tokens: Annotated[int, typer.Option(help="At most so many output tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
+    show_rounds: Annotated[bool, typer.Option("--show-rounds", help="Colour tokens by origin, then a summary.")] = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Generate text with the same engine, without a server; text appears as it is committed."""
+    from sdcp_mono import compose
+    from sdcp_mono.frontend import terminal
+
+    settings = _settings(model=model, draft=draft, data_dir=data, dtype=dtype)
+    wish = terminal.Wish(prompt, max_tokens, temperature, seed, chat=not raw)
+    view = terminal.Quiet() if as_json else terminal.Terminal(out, err, show_rounds)
+    with _failures():
+        with _progress(settings) as progress:
+            loaded = compose.load(settings, progress)
+        result = asyncio.run(compose.generate(loaded, wish, view))
+        if as_json:
+            out.print_json(json.dumps(result.as_json(rounds=show_rounds)))
+        else:
+            view.summary(result)
+    if result.error:
+        raise typer.Exit(1)
+
+
+@models.command("pull")
+def pull(
+    model: Annotated[str | None, typer.Argument(help="Model id, folder, GGUF file or hub id.")] = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch and convert a model once, so that later starts are quick and offline."""
+    _show_model(model, data, dtype, as_json)
+
+
+@models.command("show")
+def show(
+    model: Annotated[str | None, typer.Argument(help="Model id, folder, GGUF file or hub id.")] = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a model is: its identity digests, sizes and files."""
+    _show_model(model, data, dtype, as_json)
+
+
+def _show_model(model: str | None, data: Path | None, dtype: str | None, as_json: bool) -> None:
+    from sdcp_mono.models import source
+
+    settings = _settings(model=model, data_dir=data, dtype=dtype)
+    with _failures():
+        with _progress(settings) as progress:
+            facts = source.describe(source.resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype))
+        if as_json:
+            out.print_json(json.dumps(facts))
+            return
+        table = Table(show_header=False, box=None)
+        for name, value in facts.items():
+            table.add_row(name, _shown(value))
+        out.print(table)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}  {size:,} bytes" for name, size in value.items())
+    return str(value)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(__version__)
+
+
+def _settings(**flags: Any) -> Settings:
+    """Settings with flags on top; a wrong one ends the command and names the field."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    try:
+        return Settings(**{name: value for name, value in given.items() if value not in (None, ())})
+    except ValidationError as error:
+        for problem in error.errors():
+            field = ".".join(str(part) for part in problem["loc"])
+            err.print(f"[red]error[/] {field}: {problem['msg']} (from --{field.replace('_', '-')} or SDCP_{field.upper()})")
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Errors that a person can act on are one line, not a traceback."""
+    try:
+        yield
+    except (ModelError, ValueError) as error:
+        err.print(f"[red]error[/] {error}")
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _progress(settings: Settings) -> Iterator[Any]:
+    """A progress bar on stderr for work of known size; logging goes through the same console."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(message)s", force=True,
+        handlers=[RichHandler(console=err, show_path=False, rich_tracebacks=False)],
+    )  # fmt: skip
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bars: dict[str, Any] = {}
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+
+        def show(description: str, done: int, total: int) -> None:
+            if description not in bars:
+                bars[description] = bar.add_task(description, total=total or None)
+            bar.update(bars[description], completed=done, total=total or None)
+            if total and done >= total:
+                bar.remove_task(bars.pop(description))
+
+        yield show
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,200 @@
+"""THE wiring: which role is an object, which a client, and what each is given. Nothing else decides that.
+
+All in one process: one event loop, one compute thread that owns target and draft models (on a CPU they share the cores
+anyway), one thread that owns SQLite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from sdcp_mono.cache.memory import MemoryObjects
+from sdcp_mono.cache.row_source import LocalRows
+from sdcp_mono.cache.sqlite_log import SqliteCommitLog
+from sdcp_mono.core import cbor
+from sdcp_mono.core.engine import Engine, Limits
+from sdcp_mono.core.names import MlcUri
+from sdcp_mono.core.ports import DraftModel, DraftRequest, ModelCard, ScoreRequest, TargetModel
+from sdcp_mono.core.problems import Refusal, Unavailable, Unprocessable
+from sdcp_mono.core.routing import Router
+from sdcp_mono.frontend import terminal
+from sdcp_mono.frontend.app import FrontEnd
+from sdcp_mono.frontend.settings import FrontendSettings
+from sdcp_mono.models.identity import ModelFolder
+from sdcp_mono.models.source import resolve
+from sdcp_mono.models.tokenizer import Tokenizer
+from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.drafter import Drafter, Source
+from sdcp_mono.roles.router import RouterRole, Terms
+from sdcp_mono.roles.verifier import Verifier
+from sdcp_mono.settings import Settings
+from sdcp_mono.telemetry.http import HttpMetrics
+from sdcp_mono.telemetry.metrics import RoleMetrics
+
+Progress = Callable[[str, int, int], None]
+
+AUTHORITY: Final = "local"
+VERIFIER: Final = "local://verifier/"  # base URIs of roles that are objects of this process
+DRAFTER: Final = "local://drafter/"
+OBJECT_BYTES: Final = 256 * 2**20  # draft rows of 32 sessions, M = 8, V = 49,152 are 50 MB; vocabularies grow
+SWITCH_SECONDS: Final = 0.0005  # a busy Python thread otherwise adds 5 ms to every turn of the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Models in memory, owned by ``thread``; what a node is made of. ``instant`` drafters run on the event loop."""
+
+    settings: Settings
+    folder: ModelFolder
+    card: ModelCard
+    tokenizer: Tokenizer
+    target: TargetModel
+    drafts: tuple[tuple[DraftModel, bool], ...]
+    thread: ThreadPoolExecutor
+    seconds: float
+
+
+def load(settings: Settings, progress: Progress) -> Loaded:
+    """Fetch, convert and load the models; raises ``ModelError`` or ``ValueError`` with what to do next."""
+    started = time.perf_counter()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="models")
+    tokenizer = Tokenizer(folder.path)
+    target, drafts = thread.submit(_load_models, settings, folder, tokenizer, progress).result()
+    return Loaded(settings, folder, target.card, tokenizer, target, drafts, thread, time.perf_counter() - started)
+
+
+def _load_models(
+    settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, progress: Progress
+) -> tuple[TargetModel, tuple[tuple[DraftModel, bool], ...]]:
+    """On the thread that will own them. Imports torch, which a router never needs."""
+    raise NotImplementedError
+
+
+class Node:
+    """Router, verifier, drafter and cache as objects of one process."""
+
+    def __init__(self, loaded: Loaded, registry: CollectorRegistry) -> None:
+        settings, card = loaded.settings, loaded.card
+        self.loaded = loaded
+        self._stack = AsyncExitStack()
+        draft_names = tuple(model.name for model, _ in loaded.drafts)
+        observer = RoleMetrics(registry, ("target", *draft_names), settings.m_max)
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        self._log = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
+        objects = MemoryObjects(OBJECT_BYTES)
+        rows = LocalRows(objects, AUTHORITY)
+
+        async def tokens(uri: str, scope: bytes | None) -> tuple[int, ...]:
+            """Token ids behind a cache-ref (AMB-037, AMB-038)."""
+            if MlcUri.parse(uri).authority != AUTHORITY:
+                raise Unprocessable("cache-ref: not a cache this verifier trusts")
+            value = await objects.get(uri, scope)
+            if value is None:
+                raise Unavailable("cache-ref: the object is absent", retry_after_ms=1000)
+            try:
+                return cbor.decode_value(value if isinstance(value, bytes) else value.to_bytes(), tuple[int, ...])
+            except Refusal as refusal:
+                raise Unprocessable(f"cache-ref: {refusal.detail}") from None
+
+        engine = Engine(card, Limits(sessions=2 * settings.max_sessions), trusted=frozenset({DRAFTER}))
+        terms = Terms(
+            m_max=settings.m_max, m_init=min(settings.m_init, settings.m_max), low_ratio=settings.low_ratio,
+            active=settings.max_sessions, queue=settings.max_queue, wait_seconds=settings.queue_seconds,
+        )  # fmt: skip
+        verifiers: dict[str, Any] = {}
+        drafters: dict[str, Any] = {}
+        machine = Router(trusted=frozenset({DRAFTER}))
+        self.serving = RouterRole(machine, card, verifiers, drafters, self._log, objects, terms)
+
+        def running() -> int:
+            return sum(s.ended is None for s in engine.sessions.values())
+
+        score = Batcher[ScoreRequest, Any](
+            "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
+            rows=lambda request: len(request.tokens) + 1,
+        )  # fmt: skip
+        self._verifier = verifiers[VERIFIER] = Verifier(
+            VERIFIER, engine, loaded.target, score, self._log, rows, self.serving, tokens, observer,
+        )  # fmt: skip
+        self._drafter: Drafter | None = None
+        if loaded.drafts:
+            sources = []
+            for model, instant in loaded.drafts:
+                batcher = None if instant else Batcher[DraftRequest, Any](
+                    model.name, model.draft, loaded.thread, expected=running, observer=observer,
+                    rows=lambda request: request.m,
+                )  # fmt: skip
+                sources.append(Source(model, batcher))
+            self._drafter = drafters[DRAFTER] = Drafter(
+                DRAFTER, sources, verifiers, rows, self.serving, tokens, m_fixed=settings.m_fixed
+            )
+
+    async def __aenter__(self) -> Self:
+        # Stopped in reverse order: whoever calls goes before whoever is called.
+        self._stack.callback(self._log.close)
+        self._verifier.start()
+        self._stack.push_async_callback(self._verifier.stop)
+        if self._drafter is not None:
+            self._drafter.start()
+            self._stack.push_async_callback(self._drafter.stop)
+        self.serving.start()
+        self._stack.push_async_callback(self.serving.stop)
+        await self.serving.ready(drafters=self._drafter is not None)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+
+async def generate(loaded: Loaded, wish: terminal.Wish, view: terminal.View) -> terminal.Result:
+    """``sdcp-mono generate``."""
+    async with Node(loaded, CollectorRegistry()) as node:
+        return await terminal.generate(node.serving, loaded.tokenizer, wish, view, loaded.seconds)
+
+
+def serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) -> None:
+    """``sdcp-mono serve``: answers from the start, and is ready when the model is loaded. Returns when told to stop."""
+    asyncio.run(_serve(settings, progress, ready))
+
+
+async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) -> None:
+    registry = CollectorRegistry()
+    app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_config=None, access_log=False, lifespan="on",
+        timeout_graceful_shutdown=30,  # a stream that is still running then is cut
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    loading = asyncio.create_task(asyncio.to_thread(load, settings, progress))
+    await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():  # the port is taken, or we were told to stop while loading
+        await serving
+        await asyncio.gather(loading, return_exceptions=True)
+        return
+    try:
+        loaded = loading.result()
+    except BaseException:
+        server.should_exit = True
+        await serving
+        raise
+    async with Node(loaded, registry) as node:
+        app.attach(node.serving, loaded.tokenizer)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        ready(f"http://{settings.host}:{port}")
+        await serving

@@ -1,0 +1,65 @@
+"""Settings: every one reachable by environment (``SDCP_…``), by file (``sdcp.toml`` or ``.env``) and by flag."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import TomlConfigSettingsSource
+
+
+def _data_dir() -> Path:
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "sdcp-mono"
+
+
+class Settings(BaseSettings):
+    """One node. Sizes and counts are limits, each with its reason beside it."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SDCP_", env_file=".env", toml_file="sdcp.toml", extra="ignore", frozen=True, validate_default=True
+    )
+
+    model: str | None = Field(None, description="Model id, Hugging Face folder, GGUF file or hub id; none: the default.")
+    data_dir: Path = Field(default_factory=_data_dir, description="Models, commit log and caches live here.")
+    host: str = Field("127.0.0.1", description="Address of the OpenAI API; it has no authentication of its own.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 lets the system choose.")
+    draft: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Drafters in order: none, ngram, quantized, model:DIR. Empty: the best that ships."
+    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="The target's weights and KV.")
+    engine: Literal["auto", "fused", "hf"] = Field(
+        "auto", description="fused: our own pass, for the architectures it knows; hf: any model, through transformers."
+    )
+    threads: int = Field(0, ge=0, le=1024, description="Threads of the kernels; 0: one a core this process may use.")
+    kv_memory_mb: int = Field(1024, ge=1, description="Memory of the target's KV cache, and of each draft model's.")
+    token_budget: int = Field(256, ge=16, le=65536, description="Rows of one pass: bounds what others wait for.")
+    max_context: int = Field(0, ge=0, description="Context length to serve; 0: the model's.")
+    max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
+    max_queue: int = Field(256, ge=0, le=65536, description="Requests that wait; more get 429.")
+    queue_seconds: float = Field(120.0, gt=0, description="How long a request may wait, then 503.")
+    m_max: int = Field(8, ge=1, le=64, description="Upper bound on M, the tokens of one proposal (section 4.1).")
+    m_init: int = Field(4, ge=1, le=64, description="M's limit before a session's first verdict.")
+    m_fixed: int | None = Field(None, ge=1, le=64, description="Always propose this many tokens; for experiments.")
+    low_ratio: int = Field(0, ge=0, le=100, description="A round is low below this percentage accepted (6.5.2).")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the log on stderr.")
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """SDCP_DRAFT=ngram,quantized"""
+        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then .env, then sdcp.toml."""
+        return init_settings, env_settings, dotenv_settings, TomlConfigSettingsSource(settings_cls)

@@ -1,0 +1,81 @@
+"""q rows: bytes, look-up, residual, and what is refused (5.2, AMB-133 to 135)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sdcp_mono.core.ports import RowsProblem
+from sdcp_mono.runners.rows import QRows
+
+# The q_rows vector: struct "<f" per value at offset (k * V + v) * 4.
+ROWS = [[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]
+HEX = "0000003f0000803e0000003e0000003ecdcccc3dcdcc4c3e9a99993ecdcccc3e"
+
+
+def test_sdcp_q_rows_bytes() -> None:
+    rows = QRows.from_bytes(bytes.fromhex(HEX), 2, 4)
+    assert rows.of(1, 2) == 0.30000001192092896
+    assert rows.dense(0).tolist() == ROWS[0]
+    assert rows.to_bytes().hex() == HEX
+    assert QRows.dense_rows(torch.tensor(ROWS)).to_bytes().hex() == HEX
+    rows.check([0, 3], 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "tokens", "unavailable"),
+    [
+        ("0000003f0000803e0000003e0000003e", [0, 1], True),
+        (HEX + "0000003f", [0, 1], False),
+        ("0000003f0000803e0000003e0000003e0000c07f0000003f0000803e0000803e", [0, 1], False),
+        ("0000003f0000803e0000003e0000003e0000003f000000000000803e0000803e", [0, 1], False),
+        ("0000003f0000803e0000003e0000003e000080be0000403f0000803e0000803e", [0, 1], False),
+        ("0000003f0000803e0000003e0000003e0000003f0000003f0000003f0000003f", [0, 1], False),
+        ("", [0, 1], True),
+        ("0000003f0000803e0000003e0000003e0000807f000000000000000000000000", [0, 0], False),
+    ],
+    ids=["short", "long", "nan", "zero at token", "negative", "sum 2", "empty", "infinite"],
+)
+def test_bad_rows(data: str, tokens: list[int], unavailable: bool) -> None:
+    with pytest.raises(RowsProblem) as caught:
+        QRows.from_bytes(bytes.fromhex(data), 2, 4).check(tokens, 4)
+    assert caught.value.unavailable is unavailable
+
+
+def test_rows_in_process_are_checked_for_number_and_width() -> None:
+    rows = QRows.dense_rows(torch.tensor(ROWS))
+    for tokens, v, unavailable in (([0, 0, 0], 4, True), ([0], 4, False), ([0, 0], 5, False), ([0, 4], 4, False)):
+        with pytest.raises(RowsProblem) as caught:
+            rows.check(tokens, v)
+        assert caught.value.unavailable is unavailable
+
+
+def test_sum_tolerance() -> None:
+    QRows.dense_rows(torch.tensor([[0.5, 0.5009]])).check([0], 2)
+    with pytest.raises(RowsProblem):
+        QRows.dense_rows(torch.tensor([[0.5, 0.5011]])).check([0], 2)
+
+
+def test_point_masses_equal_their_dense_rows() -> None:
+    points = QRows.point_masses([2, 0], 4)
+    dense = QRows.from_bytes(points.to_bytes(), 2, 4)
+    assert len(points) == len(dense) == 2
+    assert dense.rows is not None
+    assert dense.rows.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert points.residual(p).tolist() == dense.residual(p).tolist()
+    assert points.residual(p).tolist() == [[0.1, 0.2, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0]]  # AMB-140 in the second row
+    assert [points.of(i, t) for i in range(2) for t in range(4)] == [0, 0, 1, 0, 1, 0, 0, 0]
+    assert points.dense(0).tolist() == [0, 0, 1, 0]
+    points.check([2, 0], 4)
+    with pytest.raises(RowsProblem, match="token 2"):
+        points.check([2, 1], 4)
+
+
+def test_residual_where_nothing_is_left_is_p() -> None:
+    """AMB-140: false q, larger than p everywhere."""
+    p = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    assert QRows(2, torch.tensor([[0.75, 0.75]])).residual(p).tolist() == [[0.5, 0.5]]
+    assert math.isclose(QRows(2, torch.tensor([[0.25, 0.75]])).residual(p)[0, 0].item(), 0.25)
