@@ -27,21 +27,26 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 # The generated stubs are committed, so only a change of the .proto needs grpcio-tools.
-proto: $(VENV)/dev.stamp
 ifeq ($(wildcard proto/$(STUBS)),)
+proto:
 	@echo "proto: there is no proto/$(STUBS) yet, nothing to generate"
 else
+proto: $(VENV)/dev.stamp
 	$(INSTALL) grpcio-tools
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/$(STUBS)
 endif
 
 # torch comes first and alone: asked for together with packages that need it, pip may take a CUDA build of several GB.
-$(VENV)/serve.stamp: $(INSTALLED_FROM)
+$(VENV)/torch.stamp: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
+	touch $@
+
+$(VENV)/serve.stamp: $(VENV)/torch.stamp $(INSTALLED_FROM)
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/serve.stamp
+# What serving needs and more, so it stands for both stamps.
+$(VENV)/dev.stamp: $(VENV)/torch.stamp $(INSTALLED_FROM)
 	$(INSTALL) -e '.[dev]'
-	touch $@
+	touch $(VENV)/serve.stamp $@

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import uvicorn
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from sdcp_mono.cache.memory import MemoryObjects
@@ -47,6 +48,7 @@ Progress = Callable[[str, int, int], None]
 AUTHORITY: Final = "local"
 VERIFIER: Final = "local://verifier/"  # base URIs of roles that are objects of this process
 DRAFTER: Final = "local://drafter/"
+DEFAULT_DRAFTS: Final = ()
 OBJECT_BYTES: Final = 256 * 2**20  # draft rows of 32 sessions, M = 8, V = 49,152 are 50 MB; vocabularies grow
 SWITCH_SECONDS: Final = 0.0005  # a busy Python thread otherwise adds 5 ms to every turn of the event loop
 
@@ -79,8 +81,37 @@ def load(settings: Settings, progress: Progress) -> Loaded:
 def _load_models(
     settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[TargetModel, tuple[tuple[DraftModel, bool], ...]]:
-    """On the thread that will own them. Imports torch, which a router never needs."""
-    raise NotImplementedError
+    """On the thread that owns them from now on. Imports torch, which a router never needs."""
+    from sdcp_mono.runners.blocks import BLOCK_SIZE
+    from sdcp_mono.runners.loading import load_decoder
+    from sdcp_mono.runners.paged import PagedModel
+    from sdcp_mono.runners.target import TargetRunner
+
+    def show(done: int, total: int) -> None:
+        progress("Loading the target", done, total)
+
+    decoder = load_decoder(folder.path, settings.dtype, settings.engine, settings.threads, show)
+    context = min(settings.max_context or folder.card.context, folder.card.context, decoder.context)
+    card = structs.replace(folder.card, context=context)
+    identity = card.target + settings.dtype.encode()  # KV of other weights or another dtype is other KV
+    blocks = settings.kv_memory_mb * 2**20 // (BLOCK_SIZE * decoder.kv_bytes_per_token)
+    target = TargetRunner(card, PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget))
+    drafts: list[tuple[DraftModel, bool]] = []
+    for spec in settings.draft or DEFAULT_DRAFTS:
+        if spec == "none":
+            continue
+        match spec:
+            case "ngram":
+                from sdcp_mono.drafters.ngram import NgramDraft
+
+                drafts.append((NgramDraft(card.vocab_size), True))
+            case "quantized":
+                from sdcp_mono.drafters.quantized import quantized
+
+                drafts.append((quantized(folder), False))
+            case _:
+                raise ValueError(f"draft: {spec!r} is not known")
+    return target, tuple(drafts)
 
 
 class Node:
@@ -95,7 +126,7 @@ class Node:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         self._log = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
         objects = MemoryObjects(OBJECT_BYTES)
-        rows = LocalRows(objects, AUTHORITY)
+        rows = LocalRows(objects, AUTHORITY, card.vocab_size)
 
         async def tokens(uri: str, scope: bytes | None) -> tuple[int, ...]:
             """Token ids behind a cache-ref (AMB-037, AMB-038)."""

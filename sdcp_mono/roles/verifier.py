@@ -58,7 +58,7 @@ from sdcp_mono.core.ports import (
     TargetModel,
     Uniforms,
 )
-from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession, Unprocessable
 from sdcp_mono.roles.batching import Batcher
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,11 @@ class Verifier:
         else:
             await self._log.create(opening.commit_log)
         room = len(prompt) + opening.contract.max_new
-        if not await self._batcher.call(lambda: self._model.admit(opening.session, room)):
+        try:
+            admitted = await self._batcher.call(lambda: self._model.admit(opening.session, room))
+        except ValueError as error:
+            raise Unprocessable(f"max_new: {error}") from None
+        if not admitted:
             raise Unavailable("no room for the session's KV now", retry_after_ms=1000)
         try:
             material = Opening(opening, prompt, committed, records)

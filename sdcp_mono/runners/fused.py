@@ -1,12 +1,12 @@
 """Llama-shaped decoders as one C call per pass: the ``Decoder`` of a CPU (``kernels/csrc/decoder.c``).
 
 Handled: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM`` with full attention
-and the default, linear or llama3 rotary embedding. ``supports`` says no to any configuration with a key or value that is
-not known to be handled, because an unknown key may change the mathematics.
+and the default, linear or llama3 rotary embedding. ``supports`` says no to any configuration with a key or value that
+is not known to be handled, because an unknown key may change the mathematics.
 
-Numerics: activations, norms, softmax and sums are float32 throughout; only the inputs of matmuls are rounded to what the
-weight format multiplies with, and keys and values to bfloat16 (float32 weights: to nothing). A row's logits are the same to
-the bit whatever else is in the batch, however its context was fed, and for any number of threads.
+Numerics: activations, norms, softmax and sums are float32 throughout; only the inputs of matmuls are rounded, to what
+the weight format multiplies with, and keys and values to bfloat16 (not with float32 weights). A row's logits are the
+same to the bit whatever else is in the batch, however its context was fed, and for any number of threads.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class FusedDecoder:
         ctypes.memmove(self._block(target), self._block(source), self.block_bytes)
 
     def read_block(self, index: int) -> memoryview:
-        """A block's ``block_bytes`` bytes, all layers, in place: copy what must outlive the next change of the block."""
+        """A block's ``block_bytes`` bytes, all layers, in place: copy what must outlive the block's next change."""
         return memoryview((ctypes.c_char * self.block_bytes).from_address(self._block(index))).cast("B").toreadonly()
 
     def write_block(self, index: int, data: bytes | bytearray | memoryview) -> None:

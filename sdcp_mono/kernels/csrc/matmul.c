@@ -183,10 +183,12 @@ static const choice choices[] = {
 
 static int supported(const char *isa) {
 #ifdef HAVE_X86
-    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl");
 #ifdef HAVE_AMX
     if (!strcmp(isa, "amx"))
-        return avx512 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && sdcp_amx_permitted();
+        return avx512 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+               sdcp_amx_permitted();
 #endif
     if (!strcmp(isa, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -214,7 +216,8 @@ const char *sdcp_isa(int format) { return chosen[format]->isa; }
 static int first_panel(int n, int thread, int threads) { return (int)((int64_t)panels_of(n) * thread / threads); }
 
 void sdcp_columns(const sdcp_weight *w, int thread, int threads, int *begin, int *end) {
-    int first = first_panel(w->n, thread, threads) * SDCP_PANEL, last = first_panel(w->n, thread + 1, threads) * SDCP_PANEL;
+    int first = first_panel(w->n, thread, threads) * SDCP_PANEL;
+    int last = first_panel(w->n, thread + 1, threads) * SDCP_PANEL;
     *begin = first < w->n ? first : w->n;
     *end = last < w->n ? last : w->n;
 }

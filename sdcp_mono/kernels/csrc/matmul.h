@@ -21,12 +21,13 @@
 #define HAVE_AMX 1
 #endif
 
+#define AHEAD 4096 /* bytes to prefetch ahead: covers the memory's latency at one core's rate */
 #define GROUP_HEADER (2 * SDCP_PANEL * sizeof(uint16_t))
 #define INT8_BLOCK (GROUP_HEADER + SDCP_PANEL * SDCP_GROUP)
 #define INT4_BLOCK (GROUP_HEADER + SDCP_PANEL * SDCP_GROUP / 2)
 
-/* Consecutive panels against all rows. Row r's activations are at x + r * stride bytes; results go to `columns` floats at
- * y + r * ldy, 32 a panel but for the last; `add` adds instead of storing. */
+/* Consecutive panels against all rows. Row r's activations are at x + r * stride bytes; results go to `columns` floats
+ * at y + r * ldy, 32 a panel but for the last; `add` adds instead of storing. */
 typedef struct {
     const char *panel;
     size_t panel_bytes;

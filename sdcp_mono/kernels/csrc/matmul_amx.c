@@ -1,6 +1,7 @@
-/* AMX kernel for bfloat16: a tile instruction multiplies up to 16 rows by 32 k by 16 outputs and adds the products of
- * one row and output in the order of k, so the number of rows it is configured for doesn't change any result. It is used
- * for every number of rows where the machine has it, because AVX512-BF16 rounds differently. */
+/* AMX kernel for bfloat16: a tile instruction multiplies up to 16 rows by 32 k by 16 outputs. The architecture fixes the
+ * order in which it sums one row and output (even and odd k apart, then together), so the number of rows it is
+ * configured for doesn't change any result. It is used for every number of rows where the machine has it, because
+ * AVX512-BF16 rounds differently. */
 #define _GNU_SOURCE /* syscall */
 #include "matmul.h"
 
@@ -10,7 +11,6 @@
 #include <unistd.h>
 
 #define FOR_AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl")))
-#define AHEAD 4096 /* bytes: covers the memory's latency at one core's rate */
 
 /* The kernel grants a process the tile registers on request (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 int sdcp_amx_permitted(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -34,7 +34,8 @@ static inline FOR_AMX void configure(int rows, int more) {
     _tile_loadconfig(&t);
 }
 
-static inline FOR_AMX void store(const panel_call *c, float *y, int columns, int rows, const float *low, const float *high) {
+static inline FOR_AMX void store(const panel_call *c, float *y, int columns, int rows, const float *low,
+                                 const float *high) {
     uint32_t mask = columns < 32 ? (1u << columns) - 1 : 0xffffffffu;
     __mmask16 m0 = (__mmask16)mask, m1 = (__mmask16)(mask >> 16);
     for (int r = 0; r < rows; r++, y += c->ldy, low += 16, high += 16) {

@@ -9,7 +9,6 @@
 #define F32_ROWS 3 /* 12 accumulators of the 16 registers */
 #define BF16_ROWS 2
 #define INT_ROWS 2
-#define AHEAD 4096 /* bytes: covers the memory's latency at one core's rate */
 
 TILE void store(const panel_call *c, float *y, int columns, int row, const __m256 acc[4]) {
     y += (size_t)row * c->ldy;
@@ -56,7 +55,8 @@ TILE void bf16_tile(const panel_call *c, const char *panel, float *y, int column
 #pragma GCC unroll 4
         for (int h = 0; h < 4; h++) {
             __m256i v = _mm256_loadu_si256((const __m256i *)(w + h * 32));
-            __m256 we = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)), wo = _mm256_castsi256_ps(_mm256_and_si256(v, high));
+            __m256 we = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+            __m256 wo = _mm256_castsi256_ps(_mm256_and_si256(v, high));
 #pragma GCC unroll 2
             for (int r = 0; r < rows; r++)
                 acc[r][h] = _mm256_fmadd_ps(we, even[r], _mm256_fmadd_ps(wo, odd[r], acc[r][h]));

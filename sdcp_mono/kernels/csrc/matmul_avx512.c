@@ -71,7 +71,8 @@ TILE FOR_F32 void f32_tile(const panel_call *c, const char *panel, float *y, int
     for (int r = 0; r < rows; r++) store(c, y, columns, row + r, acc[r][0], acc[r][1]);
 }
 
-TILE FOR_BF16 void bf16_tile(const panel_call *c, const char *panel, float *y, int columns, int row, int rows, ahead a) {
+TILE FOR_BF16 void bf16_tile(const panel_call *c, const char *panel, float *y, int columns, int row, int rows,
+                             ahead a) {
     size_t s = c->stride, s3 = 3 * s, s5 = 5 * s;
     const char *x = c->x + row * s, *x6 = x + 6 * s, *w = panel;
     __m512 acc[F32_ROWS][2];
@@ -95,7 +96,8 @@ TILE FOR_BF16 void bf16_tile(const panel_call *c, const char *panel, float *y, i
     for (int r = 0; r < rows; r++) store(c, y, columns, row + r, acc[r][0], acc[r][1]);
 }
 
-TILE FOR_INT void int_tile(const panel_call *c, const char *panel, float *y, int columns, int row, int rows, ahead a, int bits) {
+TILE FOR_INT void int_tile(const panel_call *c, const char *panel, float *y, int columns, int row, int rows,
+                           ahead a, int bits) {
     size_t s = c->stride, s3 = 3 * s, s5 = 5 * s;
     int groups = groups_of(c->k);
     const char *x = c->x + row * s, *block = panel;
@@ -148,7 +150,6 @@ TILE FOR_INT void int_tile(const panel_call *c, const char *panel, float *y, int
     for (int r = 0; r < rows; r++) store(c, y, columns, row + r, acc[r][0], acc[r][1]);
 }
 
-#define AHEAD 4096 /* bytes: covers the memory's latency at one core's rate */
 
 /* One tile streams AHEAD of what it reads. Of several, each fetches its share of the next panel, so that all take as
  * long and the first finds the panel in cache. */
@@ -160,7 +161,8 @@ TILE ahead plan(const char *panel, size_t bytes, int tile, int tiles) {
 #define CASE(n, call) \
     case n: call; break;
 #define CASES6(row, call) \
-    CASE(1, call(row, 1)) CASE(2, call(row, 2)) CASE(3, call(row, 3)) CASE(4, call(row, 4)) CASE(5, call(row, 5)) CASE(6, call(row, 6))
+    CASE(1, call(row, 1)) CASE(2, call(row, 2)) CASE(3, call(row, 3)) \
+    CASE(4, call(row, 4)) CASE(5, call(row, 5)) CASE(6, call(row, 6))
 #define CASES12(row, call) \
     CASES6(row, call) CASE(7, call(row, 7)) CASE(8, call(row, 8)) CASE(9, call(row, 9)) CASE(10, call(row, 10)) \
     CASE(11, call(row, 11)) CASE(12, call(row, 12))

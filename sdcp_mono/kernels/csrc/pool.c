@@ -1,4 +1,4 @@
-/* A persistent pool of POSIX threads: one pass of a model is one sdcp_parallel call with barriers between its phases. */
+/* A persistent pool of POSIX threads: one pass of a model is one sdcp_parallel call with barriers between phases. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime */
 #include "sdcp_kernels.h"
 
@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* Waiting spins this long before it sleeps: a phase of a small model takes 10 to 100 us and waking a sleeper costs about
- * 50 us, so a wait inside a pass seldom sleeps. It yields on the way: where a neighbour has taken a core, the thread
+/* Waiting spins this long before it sleeps: a phase of a small model takes 10 to 100 us and waking a sleeper costs
+ * about 50 us, so a wait inside a pass seldom sleeps. It yields on the way: where a neighbour has taken a core, the thread
  * that is waited for may need this one (measured: a pass among busy neighbours 21 ms instead of 58). */
 #define SPIN_NANOSECONDS 100000
 #define MAX_THREADS 256 /* more than any machine's useful share of one memory bus */
@@ -35,7 +35,8 @@ static struct {
     event start, done, passed;    /* a task begins; all workers finished it; a barrier opened */
     _Alignas(64) atomic_uint running; /* workers still inside the task */
     _Alignas(64) atomic_uint arrived; /* threads waiting at the barrier */
-} pool = {.turn = PTHREAD_MUTEX_INITIALIZER, .threads = 1, .start = EVENT_INIT, .done = EVENT_INIT, .passed = EVENT_INIT};
+} pool = {.turn = PTHREAD_MUTEX_INITIALIZER, .threads = 1,
+          .start = EVENT_INIT, .done = EVENT_INIT, .passed = EVENT_INIT};
 
 static _Thread_local bool inside; /* this thread runs a task */
 
@@ -64,7 +65,7 @@ static void event_wait(event *e, unsigned old) {
         if (!deadline) deadline = now + SPIN_NANOSECONDS;
         if (now < deadline) continue;
         pthread_mutex_lock(&e->mutex);
-        atomic_fetch_add(&e->sleepers, 1); /* sequentially consistent with event_signal: one of the two sees the other */
+        atomic_fetch_add(&e->sleepers, 1); /* in one order with event_signal: one of the two sees the other */
         while (atomic_load(&e->value) == old) pthread_cond_wait(&e->changed, &e->mutex);
         atomic_fetch_sub(&e->sleepers, 1);
         pthread_mutex_unlock(&e->mutex);

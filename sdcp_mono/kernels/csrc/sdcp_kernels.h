@@ -110,7 +110,7 @@ SDCP_EXPORT const char *sdcp_isa(int format);
 
 /* ---- measuring (measure.c) --------------------------------------------------------------------------------------- */
 
-/* Seconds to read `bytes` (a multiple of 64 for every thread) on the pool with nothing else to do: the floor of a pass. */
+/* Seconds to read `bytes` on the pool with nothing else to do: the floor of a pass. */
 SDCP_EXPORT double sdcp_measure_read(const void *p, size_t bytes);
 
 /* Seconds for one pass over `count` weights with `rows` rows, one parallel call and a barrier after each, as a decoder

@@ -1,0 +1,48 @@
+"""Which decoder runs a checkpoint: our own fused pass for the shapes it knows, transformers for everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from sdcp_mono.kernels import native
+from sdcp_mono.runners import fused
+from sdcp_mono.runners.decoder import Decoder
+from sdcp_mono.runners.hf import HfDecoder
+
+Engine = Literal["auto", "fused", "hf"]
+
+
+def load_decoder(
+    folder: Path,
+    weights: native.Format,
+    engine: Engine = "auto",
+    threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """The decoder for a Hugging Face folder, its weights in the given format. ``threads`` 0: one a core.
+
+    Raises ``ValueError`` for a model that can't be run, or not by the engine that was asked for.
+    """
+    known = fused.supports(json.loads((folder / "config.json").read_text()))
+    if engine == "fused" and not (known and native.available()):
+        why = "the kernels were not built" if known else "its architecture isn't one the fused pass knows"
+        raise ValueError(f"engine: {folder.name} can't be run fused: {why}; use engine auto")
+    threads = threads or native.default_threads()
+    if native.available():
+        torch.set_num_threads(1)  # the kernels have a pool of their own; two busy pools fight for the cores
+        native.set_threads(threads)
+        if known and engine != "hf":
+            return fused.FusedDecoder.from_pretrained(folder, weights, threads, progress)
+        dtype = torch.float32 if weights == "float32" else torch.bfloat16
+        return HfDecoder.load(folder, dtype=dtype, pack=weights)
+    torch.set_num_threads(threads)
+    if weights in ("int8", "int4"):
+        return HfDecoder.load(folder, dtype=torch.bfloat16, pack=weights)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    return HfDecoder.load(folder, dtype=dtype, device=device)
