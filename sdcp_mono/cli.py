@@ -73,7 +73,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    show_rounds: Annotated[bool, typer.Option("--show-rounds", help="Colour tokens by origin, then a summary.")] = False,
+    show_rounds: Annotated[
+        bool, typer.Option("--show-rounds", help="Colour tokens by origin, then a summary.")
+    ] = False,
     as_json: JsonOption = False,
     data: DataOption = None,
     dtype: DtypeOption = None,
@@ -149,13 +151,15 @@ def version() -> None:
 
 def _settings(**flags: Any) -> Settings:
     """Settings with flags on top; a wrong one ends the command and names the field."""
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     try:
         return Settings(**{name: value for name, value in given.items() if value not in (None, ())})
     except ValidationError as error:
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"])
-            err.print(f"[red]error[/] {field}: {problem['msg']} (from --{field.replace('_', '-')} or SDCP_{field.upper()})")
+            err.print(
+                f"[red]error[/] {field}: {problem['msg']} (from --{field.replace('_', '-')} or SDCP_{field.upper()})"
+            )
         raise typer.Exit(2) from None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -48,7 +48,6 @@ Progress = Callable[[str, int, int], None]
 AUTHORITY: Final = "local"
 VERIFIER: Final = "local://verifier/"  # base URIs of roles that are objects of this process
 DRAFTER: Final = "local://drafter/"
-DEFAULT_DRAFTS: Final = ()
 OBJECT_BYTES: Final = 256 * 2**20  # draft rows of 32 sessions, M = 8, V = 49,152 are 50 MB; vocabularies grow
 SWITCH_SECONDS: Final = 0.0005  # a busy Python thread otherwise adds 5 ms to every turn of the event loop
 
@@ -96,22 +95,42 @@ def _load_models(
     identity = card.target + settings.dtype.encode()  # KV of other weights or another dtype is other KV
     blocks = settings.kv_memory_mb * 2**20 // (BLOCK_SIZE * decoder.kv_bytes_per_token)
     target = TargetRunner(card, PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget))
-    drafts: list[tuple[DraftModel, bool]] = []
-    for spec in settings.draft or DEFAULT_DRAFTS:
-        if spec == "none":
-            continue
-        match spec:
-            case "ngram":
-                from sdcp_mono.drafters.ngram import NgramDraft
+    return target, tuple(_load_drafts(settings, folder, card, tokenizer, progress))
 
-                drafts.append((NgramDraft(card.vocab_size), True))
-            case "quantized":
-                from sdcp_mono.drafters.quantized import quantized
 
-                drafts.append((quantized(folder), False))
-            case _:
-                raise ValueError(f"draft: {spec!r} is not known")
-    return target, tuple(drafts)
+def _load_drafts(
+    settings: Settings, folder: ModelFolder, card: ModelCard, tokenizer: Tokenizer, progress: Progress
+) -> Iterator[tuple[DraftModel, bool]]:
+    """The drafters in the order in which they are asked, with whether they are instant."""
+    from sdcp_mono.drafters.detached import check_vocabulary, load_detached
+    from sdcp_mono.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDraft
+    from sdcp_mono.drafters.quantized import load_quantized
+    from sdcp_mono.kernels import native
+
+    # Without the compiled kernels an int4 pass isn't faster than the target's, so n-gram alone is the best default.
+    specs = settings.draft or (("ngram", "quantized") if native.available() else ("ngram",))
+    kv_bytes = settings.kv_memory_mb * 2**20
+    for spec in specs:
+
+        def show(done: int, total: int, spec: str = spec) -> None:
+            progress(f"Loading drafter {spec}", done, total)
+
+        if spec == "ngram":
+            yield NgramDraft(card.vocab_size, min_match=MIN_MATCH if len(specs) == 1 else MIN_MATCH_BESIDE_MODEL), True
+        elif spec == "quantized":
+            yield load_quantized(
+                folder.path, card.target, kv_bytes=kv_bytes, token_budget=settings.token_budget,
+                engine=settings.engine, threads=settings.threads, progress=show,
+            ), False  # fmt: skip
+        elif spec.startswith("model:"):
+            other = resolve(spec.removeprefix("model:"), settings.data_dir, progress, dtype=settings.dtype)
+            check_vocabulary(other.card, Tokenizer(other.path), card, tokenizer)
+            yield load_detached(
+                other.path, other.card, weights=settings.dtype, kv_bytes=kv_bytes, token_budget=settings.token_budget,
+                engine=settings.engine, threads=settings.threads, progress=show,
+            ), False  # fmt: skip
+        elif spec != "none":
+            raise ValueError(f"draft: {spec!r} is not known; there are none, ngram, quantized and model:DIR")
 
 
 class Node:

@@ -22,7 +22,9 @@ class Settings(BaseSettings):
         env_prefix="SDCP_", env_file=".env", toml_file="sdcp.toml", extra="ignore", frozen=True, validate_default=True
     )
 
-    model: str | None = Field(None, description="Model id, Hugging Face folder, GGUF file or hub id; none: the default.")
+    model: str | None = Field(
+        None, description="Model id, Hugging Face folder, GGUF file or hub id; none: the default."
+    )
     data_dir: Path = Field(default_factory=_data_dir, description="Models, commit log and caches live here.")
     host: str = Field("127.0.0.1", description="Address of the OpenAI API; it has no authentication of its own.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 lets the system choose.")

@@ -30,6 +30,7 @@ from sdcp_mono.core.messages import (
 from sdcp_mono.core.problems import (
     BadContract,
     BadProposal,
+    Conflict,
     LimitExceeded,
     QUnavailable,
     Refusal,
@@ -46,6 +47,7 @@ class Next(Enum):
     """What the role does now."""
 
     DRAFT = auto()  # prepare the proposal of the next round
+    DECLINE = auto()  # let the verifier decode this round by itself
     RETRY = auto()  # send the same proposal again (idempotent, 6.9), after a pause
     RESYNC = auto()  # fetch output from ``resync_from`` (AMB-089)
     STOP = auto()  # drop the session; only a new assignment restarts it
@@ -150,7 +152,7 @@ class DraftSession:
             self.digest = digest
         if action_of(verdict.action) not in (Action.CONTINUE, Action.REDUCE):  # 5.2: unknown means fail
             return Next.STOP
-        return Next.RESYNC if self.behind else Next.DRAFT  # AMB-091
+        return self._go_on()
 
     def refusal(self, refusal: Refusal) -> Next:
         self.refused += 1
@@ -159,24 +161,30 @@ class DraftSession:
         match refusal:
             case StaleBase():
                 return self._told(refusal.state)
+            case Unavailable() | TooManyRequests() if self.outstanding is not None:
+                return Next.RETRY
             case Unavailable() | TooManyRequests():
-                return Next.RETRY if self.outstanding is not None else Next.DRAFT
+                return self._go_on()
             case LimitExceeded():
                 self.m_cap = max(1, self.m_cap // 2)
             case QUnavailable() | BadProposal():
-                pass  # nothing was committed and the round is still free: draft it afresh
+                pass  # nothing was committed and the round is still free: draft it afresh, once
             case _:
                 return Next.STOP  # not assigned, closed, stale epoch, unknown (AMB-084)
+        again = isinstance(refusal, LimitExceeded) or self.refused == 1
         self.outstanding = None
-        return Next.DRAFT
+        return Next.DRAFT if again else Next.DECLINE
 
     def _told(self, state: SessionState) -> Next:
         self.outstanding = None
-        if state.epoch != self.assignment.epoch:
-            return Next.STOP
+        if state.epoch != self.assignment.epoch or state.round < self.round:
+            return Next.STOP  # rounds never go back: it is another session of the same id by now
         self.round = state.round
         self._truth = (state.committed, state.digest)
-        return Next.RESYNC if self.behind else Next.DRAFT
+        return self._go_on()
+
+    def _go_on(self) -> Next:
+        return Next.RESYNC if self.behind else Next.DRAFT  # AMB-091
 
     def resynced(self, output: Output) -> Next:
         """Adopt fetched output; if it doesn't lead to the known digest, start over from index 0 (AMB-089)."""
@@ -185,7 +193,7 @@ class DraftSession:
         if output.from_ == 0:
             self._forget()
         wanted = self._truth[0] - self.committed
-        if wanted < 0 or output.from_ != self.committed:
+        if wanted < 0 or output.from_ != self.committed or (wanted and not output.tokens):
             return self._start_over()
         tokens = output.tokens[:wanted]
         self.prefix.extend(tokens)
@@ -208,8 +216,9 @@ class DraftSession:
         return Next.RESYNC
 
 
-def supersedes(new: Assignment, old: Assignment) -> bool:
-    """Whether a new assignment replaces the one at work (AMB-086); an older epoch is refused, a duplicate ignored."""
+def check_newer(new: Assignment, old: Assignment) -> None:
+    """Refuse an assignment that is older than the one at work (AMB-086); any other replaces it."""
     if new.epoch < old.epoch:
         raise StaleEpoch(f"epoch: the session's epoch is {old.epoch}")
-    return (new.epoch, new.round) > (old.epoch, old.round) or new.verifier != old.verifier
+    if new.epoch == old.epoch and new.verifier == old.verifier and new.round < old.round:
+        raise Conflict(f"round: an assignment of round {old.round} is at work")

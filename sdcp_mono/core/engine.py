@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import count
 from typing import Final
 
 from msgspec import UNSET, Struct
 
 from sdcp_mono.core import contract as contracts
 from sdcp_mono.core import digest as digests
-from sdcp_mono.core.effects import Append, Effects, Moment, Reply, Ticket, Waiter
+from sdcp_mono.core.effects import Append, Effects, Moment, Release, Reply, Ticket, Waiter
 from sdcp_mono.core.messages import (
     Action,
     Assignment,
@@ -70,6 +71,7 @@ class Engine:
         self.limits = limits or Limits()
         self.trusted = trusted
         self.sessions: dict[SessionId, Session] = {}
+        self._tickets = count(1)
 
     # ---- opening (6.1, 6.9) ----------------------------------------------------------------------
 
@@ -99,11 +101,7 @@ class Engine:
         replay = self.check_open(message)
         if replay is not None:
             return [Reply(waiter, replay)]
-        contracts.validate(message.contract, self.card, len(opening.prompt))
-        if not opening.prompt:
-            raise Unprocessable("prompt: empty")  # AMB-035
-        if max(opening.prompt) >= self.card.vocab_size:
-            raise Unprocessable(f"prompt: an id is not below the vocabulary size {self.card.vocab_size}")  # AMB-036
+        self.check_prompt(message, opening.prompt)
         session = Session(
             message,
             opening.prompt,
@@ -112,6 +110,7 @@ class Engine:
             vocab_size=self.card.vocab_size,
             trusted=self.trusted,
             log_length=len(opening.log),
+            tickets=self._tickets,
         )
         if message.resume is UNSET:
             if opening.log:
@@ -122,8 +121,18 @@ class Engine:
             session.ended = Action.FINISH
         replaced = self.sessions.get(message.session)
         effects = replaced.fence(at) if replaced is not None and not replaced.fenced else []
+        effects = [effect for effect in effects if not isinstance(effect, Release)]  # the new one goes on with the KV
         self.sessions[message.session] = session
-        return [*effects, Reply(waiter, session.state()), *session.proceed(at)]
+        effects += [Reply(waiter, session.state()), *session.proceed(at)]
+        return effects if session.ended is None else [*effects, Release(message.session)]
+
+    def check_prompt(self, opening: SessionOpen, prompt: Sequence[Token]) -> None:
+        """Judge a session-open once its prompt is known, before room or a log is given to it."""
+        contracts.validate(opening.contract, self.card, len(prompt))
+        if not prompt:
+            raise Unprocessable("prompt: empty")  # AMB-035
+        if max(prompt) >= self.card.vocab_size:
+            raise Unprocessable(f"prompt: an id is not below the vocabulary size {self.card.vocab_size}")  # AMB-036
 
     # ---- calls on one session --------------------------------------------------------------------
 
@@ -149,12 +158,19 @@ class Engine:
         return self._session(session).close(at)
 
     def undrafted(self, session: SessionId, at: Moment) -> Effects:
-        """No drafter has come: decode token by token until one is assigned (AMB-124)."""
+        """No drafter has come, or the one assigned is silent: decode token by token until one is heard (AMB-124)."""
         known = self.sessions.get(session)
-        if known is None or known.ended is not None or (known.assignment is not None and not known.released):
+        if known is None or known.ended is not None:
             return []
-        known.undrafted = True
+        if known.drafted:
+            known.silent = True
+        else:
+            known.undrafted = True
         return known.proceed(at)
+
+    def serves(self, session: SessionId) -> bool:
+        known = self.sessions.get(session)
+        return known is not None and known.ended is None and not known.fenced
 
     # ---- answers to effects ----------------------------------------------------------------------
 

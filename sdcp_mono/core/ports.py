@@ -122,10 +122,10 @@ class TargetModel(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def admit(self, session: SessionId, tokens: int) -> bool:
+    def admit(self, session: SessionId, tokens: int, *, scope: bytes | None = None) -> bool:
         """Reserve room for a session of up to ``tokens`` tokens; False if there is none now.
 
-        Raises ``ValueError`` if it could never fit.
+        Sessions share the KV of equal prefixes within one ``scope`` only. Raises ``ValueError`` if it could never fit.
         """
 
     def step(self, requests: Sequence[ScoreRequest]) -> Sequence[Sequence[Scored] | ScoreFailure | None]:

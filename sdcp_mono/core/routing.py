@@ -38,19 +38,12 @@ from sdcp_mono.core.messages import (
     action_of,
 )
 from sdcp_mono.core.ports import OpenOptions
-from sdcp_mono.core.problems import (
-    Conflict,
-    Refusal,
-    SessionClosed,
-    StaleEpoch,
-    Unavailable,
-    UnknownSession,
-)
+from sdcp_mono.core.problems import Conflict, Refusal, SessionClosed, StaleEpoch, Unavailable, UnknownSession
 
 MAX_TTL_MS: Final = 60_000  # a longer promise than this would hide a death for too long (AMB-184)
 MAX_INSTANCES: Final = 1024  # instances are configured by people; more reports than this are a fault
-MAX_TRIES: Final = 5  # drafters or verifiers that are tried for one session before it is given up
-DRAFTER_WAIT_MS: Final = 10_000  # how long a session waits for a permitted drafter to appear (AMB-117)
+MAX_TRIES: Final = 5  # drafters or verifiers that are tried for one session before it waits or is given up
+AVOID_MS: Final = 1_000  # a drafter that was just left is taken again only if no other has come by then (AMB-117)
 
 
 class Instance(Struct):
@@ -155,16 +148,22 @@ class Routed(Struct):
     m_init: int
     epoch: int = 1
     drafter: str = ""
-    avoid: str = ""  # the drafter that a switch has just left
+    avoid: str = ""  # the drafter that was just left
+    avoid_until_ms: int = 0
     pending: Assignment | None = None
     profile: Sampling | UnsetType = UNSET
     state: SessionState | None = None
+    missed: Event | None = None  # it came while a drafter was being assigned
     tries: int = 0
-    waiting_since_ms: int = 0
+    waiting_since_ms: int | None = None  # without a drafter at work
 
 
 class Router:
-    """All instances and sessions of one router. Time is a monotonic millisecond argument."""
+    """All instances and sessions of one router. Time is a monotonic millisecond argument.
+
+    ``patience_ms``: how long a session waits for a permitted drafter before it is ended with an error (AMB-117); None
+    where verifiers decode by themselves meanwhile (AMB-124), as ours do.
+    """
 
     def __init__(
         self,
@@ -172,10 +171,12 @@ class Router:
         models: dict[str, tuple[bytes, ...]] | None = None,
         trusted: frozenset[str] = frozenset(),
         prefer: Callable[[Candidate], tuple[int, int, int, str]] = prefer_idle,
+        patience_ms: int | None = None,
     ) -> None:
         self.models = models or {}  # configured draft models by base URI; wins over what a status says (AMB-033)
         self.trusted = trusted
         self.prefer = prefer
+        self.patience_ms = patience_ms
         self.instances: dict[tuple[str, Role], Instance] = {}
         self.sessions: dict[SessionId, Routed] = {}
 
@@ -207,9 +208,14 @@ class Router:
 
     def drafter_for(self, contract: Contract, now_ms: int, avoid: str = "") -> Instance | None:
         """A live drafter that the contract permits (6.1, SDCP-034), trusted if rule 2 needs it (section 9)."""
-        permitted = [i for i in self.alive(Role.DRAFTER, now_ms) if self._permits(contract, i)]
-        others = [i for i in permitted if i.base != avoid]
-        return self._choose(others or permitted)
+        drafters = self.alive(Role.DRAFTER, now_ms)
+        return self._choose([i for i in drafters if i.base != avoid and self._permits(contract, i)])
+
+    def _verifier_for(self, contract: Contract, now_ms: int, avoid: str = "") -> Instance | None:
+        """A live verifier, of the contract's target where it says what it serves; ``avoid`` only if it is the last."""
+        alive = self.alive(Role.VERIFIER, now_ms)
+        able = [i for i in alive if i.status.models is UNSET or contract.target in i.status.models]
+        return self._choose([i for i in able if i.base != avoid] or able)
 
     def _permits(self, contract: Contract, drafter: Instance) -> bool:
         if contract.rule == Rule.SPECULATIVE_SAMPLING and drafter.base not in self.trusted:
@@ -219,7 +225,8 @@ class Router:
         if contract.drafters is UNSET:
             return True
         reported = () if drafter.status.models is UNSET else drafter.status.models
-        return any(model in contract.drafters for model in self.models.get(drafter.base, reported))
+        models = self.models.get(drafter.base, reported)
+        return bool(models) and set(contract.drafters).issuperset(models)  # it may draft with any of its models
 
     # ---- a session's life (6.1) ------------------------------------------------------------------
 
@@ -237,9 +244,9 @@ class Router:
         if opening.session in self.sessions:
             raise Conflict("session: already open")
         contracts.validate(opening.contract)
-        verifier = self._choose(self.alive(Role.VERIFIER, now_ms))
+        verifier = self._verifier_for(opening.contract, now_ms)
         if verifier is None:
-            raise Unavailable("no verifier is alive", retry_after_ms=1000)
+            raise Unavailable("no verifier of this model is alive", retry_after_ms=1000)
         routed = Routed(opening, prompt, options, verifier.base, Stage.OPENING, drafted, m_init)
         self.sessions[opening.session] = routed
         verifier.sessions += 1
@@ -258,7 +265,7 @@ class Router:
         )
         if state.digest != digest and state.committed == (0 if expected is UNSET else expected.committed):
             return self._finish(session, "the verifier computed another digest of the prompt")
-        routed.state = state
+        routed.state, routed.tries = state, 0
         steps: list[Step] = []
         if expected is not UNSET and routed.profile is not UNSET:  # AMB-065
             policy = Policy(session=session, from_round=state.round + 1, sampling=routed.profile)
@@ -269,29 +276,23 @@ class Router:
         return steps + self._inform(session, routed, now_ms)
 
     def _inform(self, session: SessionId, routed: Routed, now_ms: int) -> list[Step]:
-        drafter = self.drafter_for(routed.opening.contract, now_ms, routed.avoid)
+        avoid = routed.avoid if now_ms < routed.avoid_until_ms else ""
+        drafter = self.drafter_for(routed.opening.contract, now_ms, avoid)
+        self._leave_drafter(routed)
         if drafter is None or routed.tries >= MAX_TRIES:
-            if routed.stage is not Stage.WAITING:
-                routed.stage, routed.waiting_since_ms, routed.tries = Stage.WAITING, now_ms, 0
+            routed.stage, routed.tries = Stage.WAITING, 0
+            if routed.waiting_since_ms is None:
+                routed.waiting_since_ms = now_ms
             return []
         state = routed.state
         assert state is not None
-        self._leave_drafter(routed)
         routed.drafter, routed.stage = drafter.base, Stage.INFORMING
         drafter.sessions += 1
         routed.pending = Assignment(
-            session=session,
-            epoch=routed.epoch,
-            contract=routed.opening.contract,
-            verifier=routed.verifier,
-            drafter=drafter.base,
-            prompt=routed.opening.prompt,
-            round=state.round,
-            sampling=routed.profile,
-            committed=state.committed,
-            digest=state.digest,
-            m_init=routed.m_init,
-        )
+            session=session, epoch=routed.epoch, contract=routed.opening.contract, verifier=routed.verifier,
+            drafter=drafter.base, prompt=routed.opening.prompt, round=state.round, sampling=routed.profile,
+            committed=state.committed, digest=state.digest, m_init=routed.m_init,
+        )  # fmt: skip
         return [Inform(session, routed.verifier, routed.pending)]
 
     def informed(self, session: SessionId, state: SessionState) -> list[Step]:
@@ -300,16 +301,20 @@ class Router:
             return []
         assert routed.pending is not None
         routed.state, routed.stage = state, Stage.ASSIGNING
+        if routed.missed is not None and routed.missed.committed <= state.committed:
+            routed.missed = None  # it asked for this very assignment
         routed.pending = structs.replace(
             routed.pending, round=state.round, committed=state.committed, digest=state.digest
         )
         return [Assign(session, routed.drafter, routed.pending)]
 
-    def assigned(self, session: SessionId) -> list[Step]:
+    def assigned(self, session: SessionId, now_ms: int) -> list[Step]:
         routed = self._at(session, Stage.ASSIGNING)
-        if routed is not None:
-            routed.stage, routed.tries, routed.avoid = Stage.RUNNING, 0, ""
-        return []
+        if routed is None:
+            return []
+        routed.stage, routed.tries, routed.waiting_since_ms = Stage.RUNNING, 0, None
+        missed, routed.missed = routed.missed, None
+        return [] if missed is None else self.event(missed, now_ms)
 
     def failed(self, session: SessionId, stage: Stage, refusal: Refusal, now_ms: int) -> list[Step]:
         """A step was refused or got no answer (then ``refusal`` is ``Unavailable``)."""
@@ -317,18 +322,27 @@ class Router:
         if routed is None:
             return []
         match stage:
-            case Stage.OPENING:
-                return self._finish(session, refusal.detail)
+            case Stage.OPENING if self._again(routed, refusal) and routed.epoch > 1:
+                return self.verifier_lost(session, routed.epoch)
+            case Stage.FENCING if self._again(routed, refusal):  # SDCP-179
+                return [Fence(session, routed.opening.commit_log, routed.epoch)]
+            case Stage.READING if self._again(routed, refusal):
+                return [ReadRecords(session, routed.opening.commit_log)]
             case Stage.INFORMING | Stage.ASSIGNING:
                 if isinstance(refusal, SessionClosed | UnknownSession) and stage is Stage.INFORMING:
                     return self._finish(session, "")  # it ended before a drafter was needed; output tells how
                 if isinstance(refusal, StaleEpoch) and stage is Stage.INFORMING:
                     return self._finish(session, refusal.detail)
                 routed.tries += 1
-                routed.avoid = routed.drafter  # AMB-087: choose another, starting again with PUT drafter
+                self._avoid(routed, now_ms)  # AMB-087: choose another, starting again with PUT drafter
                 return self._inform(session, routed, now_ms)
             case _:
                 return self._finish(session, refusal.detail)
+
+    @staticmethod
+    def _again(routed: Routed, refusal: Refusal) -> bool:
+        routed.tries += 1
+        return isinstance(refusal, Unavailable) and routed.tries < MAX_TRIES
 
     def event(self, event: Event, now_ms: int) -> list[Step]:
         """POST events. Repeated and old ones change nothing (AMB-180)."""
@@ -341,15 +355,20 @@ class Router:
             return []
         match action_of(event.kind):
             case Action.SWITCH | Action.SELF_DECODE:
+                if routed.stage in (Stage.INFORMING, Stage.ASSIGNING):
+                    routed.missed = event
                 if routed.stage is not Stage.RUNNING or routed.state is None:
                     return []
-                routed.avoid = routed.drafter if event.kind == Action.SWITCH else ""
+                if event.committed == routed.state.committed:
+                    return []  # a repetition: whoever asks for a drafter has committed since it got the last one
+                if event.kind == Action.SWITCH:
+                    self._avoid(routed, now_ms)
                 routed.state = structs.replace(routed.state, committed=event.committed, digest=event.digest)
                 return self._inform(event.session, routed, now_ms)
-            case Action.FINISH:
-                return self._finish(event.session, "")
+            case Action.FINISH | Action.FAIL if event.kind <= Action.FAIL:
+                return self._finish(event.session, "")  # its output says how, after the tokens it still has
             case Action.FAIL:
-                return self._finish(event.session, "the verifier ended the session with an error")
+                return self._finish(event.session, f"the verifier sent an event of unknown kind {event.kind}")
         return []
 
     def policy(self, policy: Policy) -> list[Step]:
@@ -364,7 +383,7 @@ class Router:
         """The request is over and read to its end."""
         if session in self.sessions:
             self._finish(session, "")
-            del self.sessions[session]
+            self._leave_verifier(self.sessions.pop(session))
 
     # ---- when something dies (6.9) ---------------------------------------------------------------
 
@@ -377,26 +396,32 @@ class Router:
             if routed.stage is Stage.ENDED:
                 continue
             if routed.verifier not in verifiers and routed.stage not in (Stage.FENCING, Stage.READING):
-                steps += self.verifier_lost(session)
+                steps += self.verifier_lost(session, routed.epoch)
             elif routed.stage is Stage.WAITING:
-                if now_ms - routed.waiting_since_ms >= DRAFTER_WAIT_MS:
+                waited = now_ms - (now_ms if routed.waiting_since_ms is None else routed.waiting_since_ms)
+                if self.patience_ms is not None and waited >= self.patience_ms:
                     steps += self._finish(session, "no drafter that the contract permits is available")
                 else:
                     steps += self._inform(session, routed, now_ms)
             elif routed.stage is Stage.RUNNING and routed.drafted and routed.drafter not in drafters:
-                routed.avoid = routed.drafter
                 steps += self._inform(session, routed, now_ms)
         gone = [key for key, i in self.instances.items() if now_ms >= i.expires_ms + MAX_TTL_MS and i.sessions <= 0]
         for key in gone:
             del self.instances[key]
         return steps
 
-    def verifier_lost(self, session: SessionId) -> list[Step]:
-        """Fence first, so that the old verifier, even if only cut off, commits nothing more."""
+    def verifier_lost(self, session: SessionId, epoch: int) -> list[Step]:
+        """Fence first, so that the old verifier, even if only cut off, commits nothing more.
+
+        ``epoch`` is the one that was lost; if the session has moved on, nothing is. A session that has ended moves too:
+        its last tokens may still have to be read (AMB-061).
+        """
         routed = self.sessions.get(session)
-        if routed is None or routed.stage in (Stage.FENCING, Stage.READING, Stage.ENDED):
+        if routed is None or routed.epoch != epoch or routed.stage in (Stage.FENCING, Stage.READING):
             return []
-        routed.stage = Stage.FENCING
+        if routed.stage is not Stage.OPENING:
+            routed.tries = 0
+        routed.stage, routed.missed = Stage.FENCING, None
         routed.epoch += 1
         return [Fence(session, routed.opening.commit_log, routed.epoch)]
 
@@ -425,8 +450,7 @@ class Router:
         routed = self._at(session, Stage.READING)
         if routed is None:
             return []
-        verifier = self._choose([i for i in self.alive(Role.VERIFIER, now_ms) if i.base != routed.verifier])
-        verifier = verifier or self._choose(self.alive(Role.VERIFIER, now_ms))
+        verifier = self._verifier_for(routed.opening.contract, now_ms, routed.verifier)
         if verifier is None:
             return self._finish(session, "no verifier is alive")
         commits = [record for record in records if isinstance(record, CommitRecord)]
@@ -454,8 +478,10 @@ class Router:
             return []
         routed.stage = Stage.ENDED
         self._leave_drafter(routed)
-        self._leave_verifier(routed)
         return [Ended(session, error)]
+
+    def _avoid(self, routed: Routed, now_ms: int) -> None:
+        routed.avoid, routed.avoid_until_ms = routed.drafter, now_ms + AVOID_MS
 
     def _leave_drafter(self, routed: Routed) -> None:
         instance = self.instances.get((routed.drafter, Role.DRAFTER))

@@ -6,10 +6,10 @@ At most one round is in flight. A call that meets it waits behind it: an identic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from msgspec import UNSET, Struct, structs
+from msgspec import UNSET, structs
 
 from sdcp_mono.core import accept
 from sdcp_mono.core import contract as contracts
@@ -30,6 +30,7 @@ from sdcp_mono.core.effects import (
     Ticket,
     Waiter,
 )
+from sdcp_mono.core.flight import RETRY_AFTER_MS, Flight, Waiting, origins
 from sdcp_mono.core.messages import (
     Action,
     Assignment,
@@ -49,12 +50,10 @@ from sdcp_mono.core.ports import (
     AppendOutcome,
     LogAppend,
     OpenOptions,
-    Origin,
     RoundInfo,
     Scored,
     ScoreFailure,
     ScoreRequest,
-    TokenInfo,
     Uniforms,
 )
 from sdcp_mono.core.problems import (
@@ -70,29 +69,9 @@ from sdcp_mono.core.problems import (
     Unavailable,
 )
 
-MAX_WAITERS: Final = 64  # calls behind one round; a drafter has one outstanding proposal, so more is a retry storm
 SCORE_RETRIES: Final = 3  # consecutive failed passes before the session fails (AMB-145)
 QUIET_APPENDS: Final = 3  # appends of unknown outcome before waiting callers are told to come back (AMB-150)
-RETRY_AFTER_MS: Final = 250  # a few forward passes
-
-
-class Waiting(Struct, frozen=True):
-    """A call that waits for the round in flight."""
-
-    waiter: Waiter
-    call: Proposal | Decline | Assignment
-    caller: str
-
-
-class Flight(Struct):
-    """The round that is being verified. ``proposal`` is None for a self-decoded round."""
-
-    ticket: Ticket
-    round: int
-    proposal: Proposal | None
-    identical: list[Waiter]
-    behind: list[Waiting]
-    pending: Append | None = None
+MAX_POLICIES: Final = 64  # profiles for rounds to come; a person changes a preference a few times
 
 
 class Session:
@@ -108,6 +87,7 @@ class Session:
         vocab_size: int,
         trusted: frozenset[str],
         log_length: int,
+        tickets: Iterator[Ticket],
     ) -> None:
         self.opening = opening
         self.id = opening.session
@@ -135,13 +115,14 @@ class Session:
         self.flight: Flight | None = None
         self.self_left: int | None = None  # tokens left of an escalated self-decoding period; None outside one
         self.undrafted = options.undrafted
+        self.silent = False  # the drafter has not been heard of for long; decode by ourselves until it is
         self.lead = options.lead
         self.failures = 0
         self.touched_ms = at.ms
         self._stop = frozenset(opening.contract.stop)
         self._vocab_size = vocab_size
         self._trusted = trusted
-        self._next_ticket = 0
+        self._tickets = tickets  # of all sessions: an answer for an earlier session of the same id fits no later one
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -156,15 +137,16 @@ class Session:
         last = self.verdicts.get(self.round)
         return self.control.cap if last is None or self.assigned_round >= last.round else last.m_cap
 
+    @property
+    def drafted(self) -> bool:
+        """Whether it is a drafter's turn to propose."""
+        return self.assignment is not None and not self.released
+
     def state(self) -> SessionState:
         return SessionState(
-            session=self.id,
-            epoch=self.epoch,
-            round=self.round,
-            committed=self.committed,
-            digest=self.digest,
+            session=self.id, epoch=self.epoch, round=self.round, committed=self.committed, digest=self.digest,
             state=int(self._phase()),
-        )
+        )  # fmt: skip
 
     def _phase(self) -> Action:
         """The state member, in action codes (AMB-069)."""
@@ -172,9 +154,7 @@ class Session:
             return self.ended
         if self.self_left is not None or self.undrafted:
             return Action.SELF_DECODE
-        if self.assignment is None or self.released:
-            return Action.SWITCH
-        return Action.CONTINUE
+        return Action.CONTINUE if self.drafted else Action.SWITCH
 
     def sampling_at(self, round_: int) -> Sampling:
         return contracts.policy_at(contracts.sampling_of(self.contract), self.policies, round_)
@@ -187,10 +167,7 @@ class Session:
         if done is not None:  # step 3, whatever the content (AMB-095)
             return [Reply(waiter, done)]
         if self.flight is not None and self.flight.round == proposal.round:
-            if self.flight.proposal is not None and _identical(self.flight.proposal, proposal):
-                _bounded(self.flight.identical).append(waiter)
-            else:
-                _bounded(self.flight.behind).append(Waiting(waiter, proposal, caller))  # AMB-097
+            self.flight.join(waiter, proposal, caller)
             return []
         self._expect_open()  # AMB-082: closed after replay, before the base check
         if self.released or self._self_decoding():
@@ -212,6 +189,7 @@ class Session:
             raise NotAssigned("drafter: not the one named in the session's latest assignment")
         if self.fenced or epoch != self.epoch:  # step 2, AMB-157
             raise StaleEpoch(f"epoch: the session's epoch is {self.epoch}" if not self.fenced else "the log is fenced")
+        self.silent = False
 
     def _expect_open(self) -> None:
         if self.fenced:
@@ -227,8 +205,8 @@ class Session:
 
     def _fly(self, proposal: Proposal | None, waiter: Waiter | None) -> Flight:
         assert self.flight is None
-        self._next_ticket += 1
-        self.flight = Flight(self._next_ticket, self.round + 1, proposal, [] if waiter is None else [waiter], [])
+        waiters = [] if waiter is None else [waiter]
+        self.flight = Flight(next(self._tickets), self.round + 1, proposal, waiters, [])
         return self.flight
 
     def _score(self, flight: Flight, rows: object) -> Score:
@@ -273,31 +251,26 @@ class Session:
         flight = self._current(ticket)
         if flight is None:
             return []
+        tokens = () if flight.proposal is None else flight.proposal.tokens
+        if not isinstance(rows, ScoreFailure) and len(rows) != len(tokens) + 1:
+            rows = ScoreFailure(f"the model scored {len(rows)} positions of {len(tokens) + 1}", permanent=True)
         if isinstance(rows, ScoreFailure):
             return self._score_failed(rows, at)
         self.failures = 0
-        tokens = () if flight.proposal is None else flight.proposal.tokens
-        assert len(rows) == len(tokens) + 1
         outcome = accept.accept(self.rule, tokens, rows, uniforms)
         kept = (*tokens[: outcome.accepted], outcome.extra)
         emitted, finished = accept.truncate(kept, self._stop, self.contract.max_new - self.committed)
         commit = self._decide(flight, outcome.accepted, emitted, finished, at.load)
         info = structs.replace(
             commit.info,
-            tokens=_origins(tokens, outcome.accepted, emitted, rows),
+            tokens=origins(tokens, outcome.accepted, emitted, rows),
             wait_seconds=wait_seconds,
             verify_seconds=verify_seconds,
         )
         return self._append(flight, structs.replace(commit, info=info))
 
     def _decide(
-        self,
-        flight: Flight,
-        accepted: int,
-        emitted: tuple[int, ...],
-        finished: bool,
-        load: int,
-        error: str = "",
+        self, flight: Flight, accepted: int, emitted: tuple[int, ...], finished: bool, load: int, error: str = ""
     ) -> Commit:
         """Step 9, decided with the round and applied when the append has succeeded."""
         proposed = 0 if flight.proposal is None else len(flight.proposal.tokens)
@@ -311,30 +284,15 @@ class Session:
             action = Action.FINISH
         digest = digests.extend(self.digest, emitted)
         verdict = Verdict(
-            session=self.id,
-            epoch=self.epoch,
-            round=flight.round,
-            accepted=accepted,
-            emitted=emitted,
-            committed=self.committed + len(emitted),
-            digest=digest,
-            action=int(action),
-            m_cap=m_cap,
-            low=low,
-            load=load,
-        )
+            session=self.id, epoch=self.epoch, round=flight.round, accepted=accepted, emitted=emitted,
+            committed=self.committed + len(emitted), digest=digest, action=int(action), m_cap=m_cap, low=low, load=load,
+        )  # fmt: skip
         info = RoundInfo(
-            round=flight.round,
-            epoch=self.epoch,
-            base=self.committed,
+            round=flight.round, epoch=self.epoch, base=self.committed,
             proposed=() if flight.proposal is None else flight.proposal.tokens,
-            accepted=accepted,
-            emitted=emitted,
-            tokens=(),
-            action=int(action),
-            m_cap=m_cap,
+            accepted=accepted, emitted=emitted, tokens=(), action=int(action), m_cap=m_cap,
             drafter="" if flight.proposal is None else flight.proposal.drafter,
-        )
+        )  # fmt: skip
         ended = int(action) if action in (Action.FINISH, Action.FAIL) else None
         return Commit(verdict=verdict, control=control, info=info, digest=digest, ended=ended, error=error)
 
@@ -404,10 +362,9 @@ class Session:
             return self.fence(at)  # a fence, or another writer: either way this verifier has lost the session
         flight.pending = structs.replace(pending, attempt=pending.attempt + 1)
         effects: Effects = [flight.pending] if records is not None else [ReadLog(flight.pending)]
-        if flight.pending.attempt == QUIET_APPENDS:  # the result is kept; a retry joins this flight
+        if flight.pending.attempt >= QUIET_APPENDS:  # the result is kept; a retry joins this flight
             busy = Unavailable("the commit log does not answer", retry_after_ms=RETRY_AFTER_MS)
-            effects += [Reply(waiter, busy) for waiter in flight.identical]
-            flight.identical.clear()
+            effects += [Reply(waiter, busy) for waiter in flight.leave()]
         return effects
 
     def fence(self, at: Moment) -> Effects:
@@ -450,7 +407,7 @@ class Session:
             if self.self_left <= 0 or limit is UNSET or at.load > limit:
                 self.self_left = None
                 return [self._event(Action.SELF_DECODE)]
-        elif not (self.undrafted or self.lead):
+        elif not (self.undrafted or self.silent or self.lead):
             return []
         return [self._score(self._fly(None, None), None)]
 
@@ -463,15 +420,8 @@ class Session:
         return [self._event(action), Release(self.id)]
 
     def _event(self, kind: Action) -> SendEvent:
-        return SendEvent(
-            Event(
-                session=self.id,
-                epoch=self.epoch,
-                kind=int(kind),
-                committed=self.committed,
-                digest=self.digest,
-            )
-        )
+        n, digest = self.committed, self.digest
+        return SendEvent(Event(session=self.id, epoch=self.epoch, kind=int(kind), committed=n, digest=digest))
 
     def _current(self, ticket: Ticket) -> Flight | None:
         return self.flight if self.flight is not None and self.flight.ticket == ticket else None
@@ -488,7 +438,7 @@ class Session:
         if self.rule is Rule.SPECULATIVE_SAMPLING and assignment.drafter not in self._trusted:  # section 9, AMB-052
             raise BadContract("drafter: rule 2 needs a drafter trusted like the verifier")
         if self.flight is not None:  # AMB-075: the answer includes the round in flight
-            _bounded(self.flight.behind).append(Waiting(waiter, assignment, ""))
+            self.flight.wait(Waiting(waiter, assignment, ""))
             return []
         old = self.assignment
         repeated = (
@@ -498,19 +448,20 @@ class Session:
             and (old.drafter, old.epoch, old.round) == (assignment.drafter, assignment.epoch, assignment.round)
         )
         if not repeated:  # AMB-077: a retry must not reset m_cap
+            self.touched_ms = at.ms
+            self.silent = self.silent and old is not None and old.drafter == assignment.drafter
             self.control = controls.assigned(self.control, self.contract, assignment.m_init)
             self.assignment, self.assigned_round = assignment, self.round
             if assignment.sampling is not UNSET and not self.policies and self.epoch > 1:  # AMB-065
                 self.policies[self.round + 1] = assignment.sampling
         self.released, self.self_left, self.undrafted = False, None, False
-        self.touched_ms = at.ms
         return [Reply(waiter, self.state())]
 
     def decline(self, decline: Decline, caller: str, waiter: Waiter) -> Effects:
         """The assigned drafter has nothing to propose: decode one token as a round without a proposal."""
         self._authorise(caller, decline.drafter, decline.epoch)
         if self.flight is not None:
-            _bounded(self.flight.behind).append(Waiting(waiter, decline, caller))
+            self.flight.wait(Waiting(waiter, decline, caller))
             return []
         self._expect_open()
         if self.released or self._self_decoding():
@@ -525,7 +476,11 @@ class Session:
         current = self.round if self.flight is None else self.flight.round
         if policy.from_round <= current:
             raise StaleBase(f"from_round: must be above {current}", self.state())
-        self.policies[policy.from_round] = policy.sampling
+        over = max((key for key in self.policies if key <= self.round + 1), default=0)  # older ones apply no more
+        kept = {key: profile for key, profile in self.policies.items() if key >= over}
+        if len(kept) >= MAX_POLICIES and policy.from_round not in kept:
+            raise Unavailable("too many policies wait for their round", retry_after_ms=RETRY_AFTER_MS)
+        self.policies = kept | {policy.from_round: policy.sampling}
         return self.state()
 
     def close(self, at: Moment) -> Effects:
@@ -538,51 +493,5 @@ class Session:
         return effects + self._land(SessionClosed("the session was closed"), at)
 
 
-def _identical(a: Proposal, b: Proposal) -> bool:
-    """Same request (AMB-098): a retry carries a fresh status, everything that matters is equal."""
-    return (a.epoch, a.round, a.drafter, a.base, a.base_digest, a.tokens, a.q_rows) == (
-        b.epoch,
-        b.round,
-        b.drafter,
-        b.base,
-        b.base_digest,
-        b.tokens,
-        b.q_rows,
-    )
-
-
-_T = TypeVar("_T")
-
-
-def _bounded(waiting: list[_T]) -> list[_T]:
-    if len(waiting) >= MAX_WAITERS:
-        raise Unavailable("too many calls wait for this round", retry_after_ms=RETRY_AFTER_MS)
-    return waiting
-
-
 def _self_limit(self_max: object, max_new: int) -> int:
     return self_max if isinstance(self_max, int) else max_new  # absent: until the load or the end stops it
-
-
-def _origins(
-    tokens: tuple[int, ...],
-    accepted: int,
-    emitted: tuple[int, ...],
-    rows: Sequence[Scored],
-) -> tuple[TokenInfo, ...]:
-    """Where each emitted token came from, with what the verifier knew about it."""
-    extra: Origin = "self" if not tokens else "bonus" if accepted == len(tokens) else "correction"
-    infos = []
-    for i, _ in enumerate(emitted):
-        row, taken = rows[i], i < accepted
-        logprobs = row.logprobs
-        infos.append(
-            TokenInfo(
-                origin="accepted" if taken else extra,
-                p=row.p,
-                q=row.q,
-                logprob=None if logprobs is None else logprobs.proposed if taken else logprobs.extra,
-                top=() if logprobs is None else logprobs.top,
-            )
-        )
-    return tuple(infos)

@@ -27,16 +27,16 @@ def check_vocabulary(
     """Refuse a draft model whose ids don't mean what the target's do (C-36); raises ``ValueError``."""
     different = draft_tokenizer.first_difference(target_tokenizer)
     if different is not None:
+        mine, theirs = _quoted(draft_tokenizer, different), _quoted(target_tokenizer, different)
         raise ValueError(
-            f"draft: {draft.name} has another tokenizer than {target.name}: id {different} is "
-            f"{_quoted(draft_tokenizer, different)} in the draft model and {_quoted(target_tokenizer, different)} in the "
-            "target. Choose a draft model with the target's tokenizer."
+            f"draft: {draft.name} has another tokenizer than {target.name}: id {different} is {mine} in the draft, "
+            f"{theirs} in the target. Choose a draft model with the target's tokenizer."
         )
     if draft.vocab_size != target.vocab_size:
-        first = min(draft.vocab_size, target.vocab_size)
         raise ValueError(
-            f"draft: {draft.name} has {draft.vocab_size} logits, {target.name} has {target.vocab_size}: id {first} exists "
-            "in only one of them. Choose a draft model of the target's family and vocabulary width."
+            f"draft: {draft.name} has {draft.vocab_size} logits, {target.name} {target.vocab_size}: id "
+            f"{min(draft.vocab_size, target.vocab_size)} is in only one of them. Choose a draft model of the target's "
+            "family and vocabulary width."
         )
 
 
@@ -57,9 +57,8 @@ def load_detached(
     """
     decoder = load_decoder(folder, weights, engine, threads, progress)
     if decoder.vocab_size != card.vocab_size:
-        raise ValueError(f"draft: {card.name} has {decoder.vocab_size} logits, its configuration says {card.vocab_size}")
-    name = f"model:{card.name}"
-    return PagedDraft.over(decoder, name, card.target, kv_bytes=kv_bytes, token_budget=token_budget)
+        raise ValueError(f"draft: {card.name} has {decoder.vocab_size} logits, not {card.vocab_size} as it says")
+    return PagedDraft.over(decoder, f"model:{card.name}", card.target, kv_bytes=kv_bytes, token_budget=token_budget)
 
 
 def _quoted(tokenizer: Vocabulary, token_id: int) -> str:

@@ -31,6 +31,6 @@ def load_quantized(
     threads: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> PagedDraft:
-    """The drafter for the model in ``folder``, whose digest is ``target``. Raises ``ValueError`` as ``load_decoder``."""
+    """The drafter for the model in ``folder``, whose digest is ``target``. Raises as ``load_decoder`` does."""
     decoder = load_decoder(folder, FORMAT, engine, threads, progress)
     return PagedDraft.over(decoder, NAME, quantized_identity(target), kv_bytes=kv_bytes, token_budget=token_budget)

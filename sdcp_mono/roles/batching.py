@@ -76,9 +76,9 @@ class Batcher(Generic[Q, A]):
         self._more.set()
         return await future
 
-    async def call(self, function: Callable[[], R]) -> R:
-        """Run something else on the model's thread (admission, release)."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+    def call(self, function: Callable[[], R]) -> asyncio.Future[R]:
+        """Run something else on the model's thread (admission, release): in the order of the calls."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -124,6 +124,8 @@ class Batcher(Generic[Q, A]):
         answers: Sequence[A | BaseException | None]
         try:
             answers = self._step([request for request, _ in live])
+            if len(answers) != len(live):
+                raise ValueError(f"{self._name}: {len(answers)} answers to {len(live)} requests")
         except Exception as error:  # a fault of the model must reach the sessions, not kill the loop
             answers = [error] * len(live)
         seconds = time.perf_counter() - started

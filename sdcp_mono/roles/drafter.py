@@ -12,23 +12,26 @@ import random
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType
 
 from sdcp_mono.core import contract as contracts
-from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, supersedes
+from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_newer
 from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, Status
 from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, RowSource, VerifierPort
-from sdcp_mono.core.problems import Refusal, Unavailable
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
 from sdcp_mono.core.speculation import Acceptance, RoundCost, pace
 from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.tasks import Tasks, repeat
 from sdcp_mono.roles.verifier import STATUS_TTL_MS, TokenFetcher
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 1024  # assignments one drafter takes; the router then chooses another (AMB-087)
 RETRY_SECONDS: Final = (0.02, 0.1, 0.5, 2.0)  # before a proposal is sent again; the last one repeats
+ANSWER_SECONDS: Final = 60.0  # a round takes seconds at worst; then the answer is lost, and the proposal is sent again
+MAX_FAULTS: Final = 3  # of one source in one session without a verdict between; then it is not asked again
 NOMINAL: Final = RoundCost(base=1.0, per_token=0.03)  # of a verification pass, for sessions that must be reproducible
 NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
 PROBE_ROUNDS: Final = 16  # after so many rounds without drafting, look whether it pays by now
@@ -48,8 +51,10 @@ class Work(Struct):
     rules: DraftSession
     task: asyncio.Task[None] | None
     acceptance: dict[str, Acceptance]
+    faults: dict[str, int]  # by source, since its last verdict
     declined: int = 0
     rows_uri: str = ""  # of the proposal under way
+    source: str = ""  # that drafted it
 
 
 class Drafter:
@@ -78,7 +83,7 @@ class Drafter:
         self._cost = RoundCost()
         self._ratio = Acceptance()
         self._status = self._make_status()
-        self._reporter: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -86,15 +91,10 @@ class Drafter:
         for source in self._sources:
             if source.batcher is not None:
                 source.batcher.start()
-        self._reporter = asyncio.get_running_loop().create_task(self._report())
+        self._tasks.start(repeat(STATUS_TTL_MS / 3000, self._report))
 
     async def stop(self) -> None:
-        tasks = [work.task for work in self._work.values() if work.task is not None]
-        if self._reporter is not None:
-            tasks.append(self._reporter)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         for source in self._sources:
             if source.batcher is not None:
                 await source.batcher.stop()
@@ -116,10 +116,8 @@ class Drafter:
         )
 
     async def _report(self) -> None:
-        while True:
-            self._status = self._make_status()
-            await self._router.status(self._status)
-            await asyncio.sleep(STATUS_TTL_MS / 3000)
+        self._status = self._make_status()
+        await self._router.status(self._status)
 
     # ---- DrafterPort -----------------------------------------------------------------------------
 
@@ -127,79 +125,89 @@ class Drafter:
         # One role may draft with several models; the contract has to permit every one of them.
         for source in self._sources:
             check_assignment(assignment, self.base, source.model.identity, frozenset(self._verifiers))
-        known = self._work.get(assignment.session)
-        if known is not None:
-            if not supersedes(assignment, known.rules.assignment):
-                return  # AMB-086: a duplicate starts no second worker
-            await self._drop(assignment.session)
-        if len(self._work) >= MAX_SESSIONS:
-            raise Unavailable("the drafter has as many sessions as it takes", retry_after_ms=1000)
         scope = None if assignment.contract.scope is UNSET else assignment.contract.scope
         prompt = (
             assignment.prompt if isinstance(assignment.prompt, tuple) else await self._tokens(assignment.prompt, scope)
         )
-        work = Work(DraftSession(assignment, prompt), None, {})
-        self._work[assignment.session] = work
-        work.task = asyncio.get_running_loop().create_task(self._run(work))
-
-    async def _drop(self, session: SessionId) -> None:
-        work = self._work.pop(session, None)
-        if work is not None and work.task is not None:
-            work.task.cancel()
-            await asyncio.gather(work.task, return_exceptions=True)
+        # From here on nothing is awaited: of two assignments for one session the later one wins, as a whole.
+        known = self._work.get(assignment.session)
+        if known is not None:
+            check_newer(assignment, known.rules.assignment)
+        elif len(self._work) >= MAX_SESSIONS:
+            raise Unavailable("the drafter has as many sessions as it takes", retry_after_ms=1000)
+        before = None if known is None else known.task
+        if before is not None:
+            before.cancel()
+        work = self._work[assignment.session] = Work(DraftSession(assignment, prompt), None, {}, {})
+        work.task = self._tasks.start(self._run(work, before))
 
     # ---- one session -----------------------------------------------------------------------------
 
-    async def _run(self, work: Work) -> None:
+    async def _run(self, work: Work, before: asyncio.Task[None] | None) -> None:
+        """Propose until the session is over here. ``before``: the worker this one replaces (AMB-086)."""
         rules, session = work.rules, work.rules.assignment.session
         try:
+            if before is not None:
+                await asyncio.wait((before,))
             step = Next.RESYNC if rules.behind else Next.DRAFT
             while step is not Next.STOP:
                 try:
                     step = await self._advance(work, step)
-                except Refusal as refusal:
-                    step = rules.refusal(refusal)
-                    if step is not Next.STOP and rules.refused > 1:
-                        await self._pause(rules.refused)
+                except (Refusal, TimeoutError) as error:
+                    lost = Unavailable(f"no answer within {ANSWER_SECONDS:.0f} s")
+                    step = await self._refused(work, error if isinstance(error, Refusal) else lost)
                 await self._settle(work)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            log.exception("a drafting session failed; the router will assign another drafter")
         finally:
             if self._work.get(session) is work:
                 del self._work[session]
+            self._release(session)
             rules.outstanding = None
             await self._settle(work)
-            self._release(session)
+
+    async def _refused(self, work: Work, refusal: Refusal) -> Next:
+        if isinstance(refusal, BadProposal | QUnavailable):
+            self._fault(work, work.source)
+        step = work.rules.refusal(refusal)
+        if step is Next.RETRY or (step is not Next.STOP and work.rules.refused > 1):
+            tries = min(work.rules.refused, len(RETRY_SECONDS))
+            await asyncio.sleep(RETRY_SECONDS[tries - 1] * random.uniform(0.5, 1.0))
+        return step
 
     async def _advance(self, work: Work, step: Next) -> Next:
         rules = work.rules
         verifier = self._verifiers[rules.assignment.verifier]
-        if step is Next.RESYNC:
-            return rules.resynced(await verifier.output(rules.assignment.session, rules.resync_from, wait_ms=0))
-        if step is Next.RETRY and rules.outstanding is not None:
-            await self._pause(rules.refused)
-            return rules.verdict(await verifier.propose(rules.outstanding, self.base))
-        source, draft = await self._draft(work)
-        if not draft.tokens:
-            started = time.perf_counter()
-            state = await verifier.decline(rules.decline(), self.base)
-            self._cost = self._cost.after(0, time.perf_counter() - started)
-            return rules.declined(state)
-        return await self._propose(work, verifier, source, draft)
+        proposal = rules.outstanding
+        if step is Next.DRAFT:
+            proposal = await self._prepare(work)
+        started = time.perf_counter()
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if step is Next.RESYNC:
+                return rules.resynced(await verifier.output(rules.assignment.session, rules.resync_from, wait_ms=0))
+            if proposal is None:
+                state = await verifier.decline(rules.decline(), self.base)
+                self._cost = self._cost.after(0, time.perf_counter() - started)
+                return rules.declined(state)
+            verdict = await verifier.propose(proposal, self.base)
+        if step is Next.DRAFT:  # how long a repeated one took says nothing
+            self._cost = self._cost.after(len(proposal.tokens), time.perf_counter() - started)
+        self._learn(work, len(proposal.tokens), verdict.accepted)
+        return rules.verdict(verdict)
 
-    async def _propose(self, work: Work, verifier: VerifierPort, source: Source, draft: Draft) -> Next:
+    async def _prepare(self, work: Work) -> Proposal | None:
+        """Draft and publish the next proposal; None where there is nothing to propose, or no place for its rows."""
         rules = work.rules
-        scope = None if rules.assignment.contract.scope is UNSET else rules.assignment.contract.scope
+        draft = await self._draft(work)
+        if not draft.tokens:
+            return None
         uri: str | UnsetType = UNSET
         if rules.rule is not Rule.GREEDY:
-            uri = work.rows_uri = await self._rows.publish(draft.rows, scope)
-        proposal = rules.propose(draft.tokens, uri, self._status)
-        started = time.perf_counter()
-        verdict = await verifier.propose(proposal, self.base)
-        self._learn(work, source, proposal, verdict.accepted, time.perf_counter() - started)
-        return rules.verdict(verdict)
+            scope = None if rules.assignment.contract.scope is UNSET else rules.assignment.contract.scope
+            try:
+                uri = work.rows_uri = await self._rows.publish(draft.rows, scope)
+            except Unavailable as refusal:
+                log.warning("draft rows could not be published: %s", refusal.detail)
+                return None
+        return rules.propose(draft.tokens, uri, self._status)
 
     async def _settle(self, work: Work) -> None:
         """Rows stay leased until their round has its verdict, also across retries (6.2)."""
@@ -207,35 +215,48 @@ class Drafter:
             uri, work.rows_uri = work.rows_uri, ""
             await self._rows.release(uri)
 
-    def _learn(self, work: Work, source: Source, proposal: Proposal, accepted: int, seconds: float) -> None:
-        m = len(proposal.tokens)
-        self._cost = self._cost.after(m, seconds)
-        name = source.model.name
-        work.acceptance[name] = work.acceptance.get(name, Acceptance()).after(accepted, m)
+    def _learn(self, work: Work, m: int, accepted: int) -> None:
+        accepted = min(accepted, m)
+        work.acceptance[work.source] = work.acceptance.get(work.source, Acceptance()).after(accepted, m)
+        work.faults.pop(work.source, None)
         self._ratio = self._ratio.after(accepted, m)
 
-    async def _draft(self, work: Work) -> tuple[Source, Draft]:
-        """The first source with something to propose; each gets the M that pays for it."""
-        draft = Draft(())
+    def _fault(self, work: Work, source: str) -> None:
+        work.faults[source] = work.faults.get(source, 0) + 1
+
+    async def _draft(self, work: Work) -> Draft:
+        """From the first source with something to propose; each gets the M that pays for it.
+
+        A source that fails has nothing to propose: no drafter may stop a session (SDCP-002).
+        """
         for source in self._sources:
-            m = self._choose(work, source)
+            work.source = source.model.name
+            m = 0 if work.faults.get(work.source, 0) >= MAX_FAULTS else self._choose(work, source)
             if m == 0:
                 continue
-            request = self._request(work.rules, m)
-            if source.batcher is None:
-                (answer,) = source.model.draft([request])
-                assert answer is not None
-                draft = answer
-            else:
-                draft, _ = await source.batcher.submit(request)
-                seconds = draft.seconds_per_token
-                known = source.seconds_per_token
-                source.seconds_per_token = seconds if not known else 0.9 * known + 0.1 * seconds
+            try:
+                draft = await self._ask(source, self._request(work.rules, m))
+            except Exception:
+                log.exception("drafter %s failed", work.source)
+                self._fault(work, work.source)
+                continue
             if draft.tokens:
                 work.declined = 0
-                return source, draft
+                return draft
         work.declined += 1
-        return self._sources[-1], draft
+        return Draft(())
+
+    async def _ask(self, source: Source, request: DraftRequest) -> Draft:
+        if source.batcher is None:
+            (answer,) = source.model.draft([request])
+            draft = Draft(()) if answer is None else answer
+        else:
+            draft, _ = await source.batcher.submit(request)
+            seconds, known = draft.seconds_per_token, source.seconds_per_token
+            source.seconds_per_token = seconds if not known else 0.9 * known + 0.1 * seconds
+        if len(draft.tokens) > request.m:
+            raise ValueError(f"{len(draft.tokens)} tokens, at most {request.m} were asked for")
+        return draft
 
     def _request(self, rules: DraftSession, m: int) -> DraftRequest:
         return DraftRequest(
@@ -266,15 +287,10 @@ class Drafter:
             return 1
         return m
 
-    async def _pause(self, tries: int) -> None:
-        await asyncio.sleep(RETRY_SECONDS[min(tries, len(RETRY_SECONDS)) - 1] * random.uniform(0.5, 1.0))
-
     def _release(self, session: SessionId) -> None:
         for source in self._sources:
             if source.batcher is None:
                 source.model.release(session)
             else:
-                task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(
-                    source.batcher.call(partial(source.model.release, session))
-                )
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                done = source.batcher.call(partial(source.model.release, session))
+                done.add_done_callback(lambda done: done.cancelled() or done.exception())

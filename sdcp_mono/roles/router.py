@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, field
 
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import Action, Contract, Event, Role, SessionId, SessionOpen, Status
@@ -29,11 +29,23 @@ from sdcp_mono.core.ports import (
 )
 from sdcp_mono.core.problems import Refusal, SessionClosed, StaleEpoch, TooManyRequests, Unavailable, UnknownSession
 from sdcp_mono.core.routing import Assign, Ended, Fence, Inform, Open, ReadRecords, Router, SendPolicy, Stage, Step
+from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.25
 ROOM_RETRY_SECONDS: Final = 0.5  # how often a request that fits no verifier looks again if nothing ended meanwhile
+READ_MS: Final = 2_000  # of one poll, so also how late a reader may notice that its session lives elsewhere by now
+TOKENS_TTL_MS: Final = 60_000  # of the committed tokens for a new verifier, which reads them at once
+STEP_RETRY_MS: Final = 100  # before a step of a failover is repeated
+LADDER: Final = 512  # entries that a contract's fallback list may grow by; 1024 are allowed
+STAGES: Final[Mapping[type[Any], Stage]] = {
+    Open: Stage.OPENING,
+    Inform: Stage.INFORMING,
+    Assign: Stage.ASSIGNING,
+    Fence: Stage.FENCING,
+    ReadRecords: Stage.READING,
+}
 
 
 class Terms(Struct, frozen=True):
@@ -76,15 +88,13 @@ class RouterRole:
         self._active: dict[SessionId, _Active] = {}
         self._reported = asyncio.Event()  # an instance has told its status
         self._ended = asyncio.Event()  # a session has ended: there may be room again
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def start(self) -> None:
-        self._spawn(self._tick())
+        self._tasks.start(repeat(TICK_SECONDS, self._tick))
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     async def ready(self, *, drafters: bool) -> None:
         """Wait until a verifier, and a drafter where there are any, has reported."""
@@ -111,7 +121,7 @@ class RouterRole:
 
     def stats(self) -> dict[str, Any]:
         return {
-            "active": len(self._active),
+            "active": len(self._active) - self._waiting,
             "waiting": self._waiting,
             "capacity": self.terms.active,
             "instances": [
@@ -129,61 +139,66 @@ class RouterRole:
 
     async def generate(self, request: GenerateRequest) -> Reader:
         """Admit a request; two live requests with the same session id are one session with two readers."""
-        live = None if request.session is None else self._active.get(request.session)
-        if live is None:
-            live = await self._admit(request)
-        live.readers += 1
-        return Reader(self, live)
+        session = request.session or secrets.token_bytes(16)
+        while (active := self._active.get(session)) is not None and active.ending is not None:
+            await asyncio.wait((active.ending,))  # the id is free when nothing of it is left
+        if active is None:
+            if self._slots.locked() and self._waiting >= self.terms.queue:
+                raise TooManyRequests("the queue is full", retry_after_ms=1000)
+            # A log belongs to one attempt: a later identical request starts another.
+            active = _Active(session, f"mlc://local/{session.hex()}/log/{secrets.token_hex(16)}")
+            self._active[session] = active
+            self._waiting += 1
+            active.opening = self._tasks.start(self._admit(active, request))
+        active.readers += 1
+        reader = Reader(self, active)
+        assert active.opening is not None
+        try:
+            await asyncio.shield(active.opening)  # who leaves leaves the other readers their session
+        except BaseException:
+            await reader.close()
+            raise
+        return reader
 
-    async def _admit(self, request: GenerateRequest) -> _Active:
-        if self._slots.locked() and self._waiting >= self.terms.queue:
-            raise TooManyRequests("the queue is full", retry_after_ms=1000)
+    async def _admit(self, active: _Active, request: GenerateRequest) -> None:
+        """Wait for a slot, then for a verifier with room; bounded by ``wait_seconds``."""
         deadline = time.monotonic() + self.terms.wait_seconds
-        self._waiting += 1
         try:
             try:
-                await asyncio.wait_for(self._slots.acquire(), self.terms.wait_seconds)
+                async with asyncio.timeout(self.terms.wait_seconds):
+                    await self._slots.acquire()
             except TimeoutError:
                 raise Unavailable("no slot became free in time", retry_after_ms=5000) from None
-            try:
-                return await self._open(request, deadline)
-            except BaseException:
-                self._slots.release()
-                raise
+            active.slot = True
+            while not await self._open(active, request, last=time.monotonic() >= deadline):
+                self._ended.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ROOM_RETRY_SECONDS):
+                        await self._ended.wait()
         finally:
             self._waiting -= 1
 
-    async def _open(self, request: GenerateRequest, deadline: float) -> _Active:
-        while True:
-            session = request.session or secrets.token_bytes(16)
-            known = self._active.get(session)
-            if known is not None:  # an identical request was admitted while this one waited
-                self._slots.release()
-                return known
-            opening = self._opening(request, session)
-            drafted = request.speculative and bool(self._drafters)
-            options = OpenOptions(lead=True, undrafted=not drafted, top_logprobs=request.top_logprobs)
-            steps = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
-            active = self._active[session] = _Active(session, opening.commit_log)
-            try:
-                await self._step(steps.pop())
-            except Unavailable:
-                self._forget(active)
-                if time.monotonic() >= deadline:
-                    raise
-                self._ended.clear()
-                try:
-                    await asyncio.wait_for(self._ended.wait(), ROOM_RETRY_SECONDS)
-                except TimeoutError:
-                    continue
-            except BaseException:
-                self._forget(active)
+    async def _open(self, active: _Active, request: GenerateRequest, *, last: bool) -> bool:
+        """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
+        opening = self._opening(request, active)
+        drafted = request.speculative and bool(self._drafters)
+        options = OpenOptions(lead=True, undrafted=not drafted, top_logprobs=request.top_logprobs)
+        (step,) = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
+        try:
+            await self._step(step)
+        except BaseException as error:
+            self.machine.forget(active.session)
+            if last or not isinstance(error, Unavailable):
                 raise
-            else:
-                return active
+            return False
+        return True
 
-    def _opening(self, request: GenerateRequest, session: SessionId) -> SessionOpen:
+    def _opening(self, request: GenerateRequest, active: _Active) -> SessionOpen:
         terms = self.terms
+        # A drafter that is never right costs time, not the answer: each entry is worth low_rounds + self_max tokens, so
+        # the ladder doesn't run out, which would be "fail" (6.5.2), before max_new does.
+        self_max = max(terms.self_max, request.max_new // LADDER)
+        more = request.max_new // (terms.low_rounds + self_max)
         contract = Contract(
             target=self._card.target,
             tokenizer=self._card.tokenizer,
@@ -194,65 +209,57 @@ class RouterRole:
             stop=request.stop,
             low_rounds=terms.low_rounds,
             low_ratio=terms.low_ratio,
-            fallback=tuple(int(entry) for entry in terms.fallback),
+            fallback=(*(int(entry) for entry in terms.fallback), *[int(Action.SELF_DECODE)] * more),
             self_load=terms.self_load,
-            self_max=terms.self_max,
-            scope=session,
+            self_max=self_max,
+            scope=active.session,
         )
-        name = secrets.token_hex(16)  # a log belongs to one attempt: a later identical request starts another
         return SessionOpen(
-            session=session,
-            epoch=1,
-            contract=contract,
-            prompt=request.prompt,
-            commit_log=f"mlc://local/{session.hex()}/log/{name}",
+            session=active.session, epoch=1, contract=contract, prompt=request.prompt, commit_log=active.commit_log
         )
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def _carry_out(self, steps: list[Step]) -> None:
         for step in steps:
-            self._spawn(self._try(step))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a router task failed", exc_info=task.exception())
+            task = self._tasks.start(self._try(step))
+            active = self._active.get(step.session)
+            if active is not None:
+                active.steps.add(task)
+                task.add_done_callback(active.steps.discard)
 
     async def _try(self, step: Step) -> None:
         try:
             await self._step(step)
         except Refusal as refusal:
-            stage = {
-                Open: Stage.OPENING,
-                Inform: Stage.INFORMING,
-                Assign: Stage.ASSIGNING,
-                Fence: Stage.FENCING,
-                ReadRecords: Stage.READING,
-            }.get(type(step))
-            if stage is not None:
-                self._carry_out(self.machine.failed(step.session, stage, refusal, _now_ms()))
+            await self._failed(step, refusal)
+        except Exception as error:  # a fault here is no answer there
+            log.exception("a step of a session failed")
+            await self._failed(step, Unavailable(f"{type(step).__name__.lower()}: {type(error).__name__}"))
+
+    async def _failed(self, step: Step, refusal: Refusal) -> None:
+        stage = STAGES.get(type(step))
+        if stage is None:
+            return
+        if stage in (Stage.OPENING, Stage.FENCING, Stage.READING):
+            await asyncio.sleep((refusal.retry_after_ms or STEP_RETRY_MS) / 1000)
+        self._carry_out(self.machine.failed(step.session, stage, refusal, _now_ms()))
 
     async def _step(self, step: Step) -> None:
         match step:
             case Open():
+                active = self._active[step.session]
+                active.asked = step.verifier
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
-                active = self._active.get(step.session)
-                if active is not None:
-                    active.verifier, active.epoch = step.verifier, step.message.epoch
-                    active.moved.set()
+                active.verifier, active.epoch = step.verifier, step.message.epoch
+                active.moved.set()
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
             case Inform():
                 state = await self._verifiers[step.verifier].assign(step.assignment)
                 self._carry_out(self.machine.informed(step.session, state))
             case Assign():
                 await self._drafters[step.drafter].assign(step.assignment)
-                self._carry_out(self.machine.assigned(step.session))
+                self._carry_out(self.machine.assigned(step.session, _now_ms()))
             case Fence():
                 done = await self._log.fence(step.log, step.epoch)
                 highest = (
@@ -263,20 +270,18 @@ class RouterRole:
                 records = await self._log.read(step.log)
                 tokens = [token for record in records for token in getattr(record, "emitted", ())]
                 uri = f"mlc://local/{step.session.hex()}/tokens/{secrets.token_hex(16)}"
-                await self._objects.put(uri, cbor.encode_value(tokens))
+                await self._objects.put(uri, cbor.encode_value(tokens), ttl_ms=TOKENS_TTL_MS)
                 self._carry_out(self.machine.records(step.session, records, uri, _now_ms()))
             case SendPolicy():
                 await self._verifiers[step.verifier].policy(step.policy)
             case Ended():
-                active = self._active.get(step.session)
-                if active is not None and step.error:
-                    active.error = step.error
-                    active.moved.set()
+                ended = self._active.get(step.session)
+                if ended is not None and step.error:
+                    ended.error = step.error
+                    ended.moved.set()
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            self._carry_out(self.machine.tick(_now_ms()))
+        self._carry_out(self.machine.tick(_now_ms()))
 
     # ---- readers ---------------------------------------------------------------------------------
 
@@ -287,35 +292,45 @@ class RouterRole:
                 return Chunk(from_, active.epoch, (), (), True, int(Action.FAIL), active.error)
             epoch = active.epoch
             try:
-                chunk = await self._verifiers[active.verifier].chunk(active.session, from_)
+                chunk = await self._verifiers[active.verifier].chunk(active.session, from_, READ_MS)
             except (StaleEpoch, UnknownSession, Unavailable, SessionClosed) as refusal:
-                if isinstance(refusal, UnknownSession | SessionClosed) and active.epoch == epoch:
-                    active.error = active.error or "the session was closed"
+                if active.epoch != epoch or active.error:
+                    continue  # it moved while we asked
+                if isinstance(refusal, UnknownSession | SessionClosed):
+                    active.error = "the session was closed"
                     continue
-                self._carry_out(self.machine.verifier_lost(active.session))
                 active.moved.clear()
+                self._carry_out(self.machine.verifier_lost(active.session, epoch))
                 await active.moved.wait()
-                continue
-            if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
-                return chunk
+            else:
+                if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
+                    return chunk
 
     async def leave(self, active: _Active) -> None:
         """A reader is done; with the last one the session ends and everything it held is free."""
         active.readers -= 1
-        if active.readers > 0 or self._active.get(active.session) is not active:
-            return
-        self._forget(active)
-        self._slots.release()
-        verifier = self._verifiers.get(active.verifier)
-        if verifier is not None:
-            with suppress(Refusal):  # it may have forgotten the session already
-                await verifier.close(active.session)
-        await self._log.drop(active.commit_log)
+        if active.readers == 0:
+            active.ending = self._tasks.start(self._end(active))
+            await asyncio.shield(active.ending)  # a second cancellation must not leave half of it
 
-    def _forget(self, active: _Active) -> None:
-        self.machine.forget(active.session)
-        self._active.pop(active.session, None)
-        self._ended.set()
+    async def _end(self, active: _Active) -> None:
+        assert active.opening is not None
+        running = [active.opening, *active.steps]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        try:
+            if active.asked in self._verifiers:
+                with suppress(Refusal):  # it may have forgotten the session already
+                    await self._verifiers[active.asked].close(active.session)
+            with suppress(Refusal):
+                await self._log.drop(active.commit_log)
+        finally:
+            self.machine.forget(active.session)
+            del self._active[active.session]
+            if active.slot:
+                self._slots.release()
+            self._ended.set()
 
 
 class _Active(Struct, eq=False):
@@ -323,14 +338,16 @@ class _Active(Struct, eq=False):
 
     session: SessionId
     commit_log: str
-    verifier: str = ""
+    opening: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    steps: set[asyncio.Task[None]] = field(default_factory=set)
+    slot: bool = False
+    asked: str = ""  # the verifier that was last asked to open it
+    verifier: str = ""  # the one that has opened it
     epoch: int = 1
     readers: int = 0
     error: str = ""
-    moved: asyncio.Event = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.moved = asyncio.Event()
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Reader:

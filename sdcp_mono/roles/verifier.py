@@ -10,7 +10,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -45,6 +46,7 @@ from sdcp_mono.core.messages import (
     Verdict,
 )
 from sdcp_mono.core.ports import (
+    AppendOutcome,
     Chunk,
     CommitLog,
     Observer,
@@ -60,6 +62,7 @@ from sdcp_mono.core.ports import (
 )
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession, Unprocessable
 from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,6 +70,7 @@ T = TypeVar("T")
 STATUS_TTL_MS: Final = 3_000
 MAX_WAIT_MS: Final = 20_000  # of a long poll (AMB-166)
 UNDRAFTED_AFTER_MS: Final = 250  # a session without a drafter for this long decodes by itself (AMB-124)
+SILENT_AFTER_MS: Final = 10_000  # so does one whose drafter is not heard of; a long prompt may keep it busy for seconds
 EVENT_TRIES: Final = 8  # about half a minute of back-off; by then the router has noticed by itself
 APPEND_BACKOFF_SECONDS: Final = (0.0, 0.01, 0.05, 0.2, 1.0)  # the last one repeats
 TICK_SECONDS: Final = 0.1
@@ -105,22 +109,25 @@ class Verifier:
         self._waiters: dict[Waiter, asyncio.Future[Any]] = {}
         self._next_waiter = 0
         self._news: dict[SessionId, asyncio.Event] = {}
+        self._opening: set[SessionId] = set()
+        self._scores: dict[SessionId, asyncio.Task[None]] = {}
         self._appends: list[Append] = []
         self._flushing: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     # ---- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._batcher.start()
-        self._spawn(self._report())
-        self._spawn(self._tick())
+        self._tasks.start(repeat(STATUS_TTL_MS / 3000, self._report))
+        self._tasks.start(repeat(TICK_SECONDS, self._tick))
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._batcher.stop()
+        for waiting in self._waiters.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable("the verifier is stopping"))
 
     def moment(self) -> Moment:
         return Moment(ms=time.monotonic_ns() // 1_000_000, load=self.load())
@@ -136,32 +143,45 @@ class Verifier:
         replay = self.engine.check_open(opening)
         if replay is not None:
             return replay
+        if opening.session in self._opening:  # its answer is a replay for this caller, once it is there
+            raise Unavailable("session: it is being opened", retry_after_ms=100)
+        self._opening.add(opening.session)
+        try:
+            return await self._open(opening, options or OpenOptions())
+        finally:
+            self._opening.discard(opening.session)
+
+    async def _open(self, opening: SessionOpen, options: OpenOptions) -> SessionState:
         scope = None if opening.contract.scope is UNSET else opening.contract.scope
         prompt = opening.prompt if isinstance(opening.prompt, tuple) else await self._tokens(opening.prompt, scope)
+        self.engine.check_prompt(opening, prompt)
         committed: tuple[int, ...] = ()
         records: tuple[Any, ...] = ()
         if opening.resume is not UNSET:
             committed = await self._tokens(opening.resume.committed_tokens, scope)
             records = tuple(await self._log.read(opening.commit_log))
-        else:
-            await self._log.create(opening.commit_log)
-        room = len(prompt) + opening.contract.max_new
         try:
-            admitted = await self._batcher.call(lambda: self._model.admit(opening.session, room))
+            await self._admit(opening.session, len(prompt) + opening.contract.max_new)
+            if opening.resume is UNSET:
+                await self._log.create(opening.commit_log)
+            material = Opening(opening, prompt, committed, records)
+            state: SessionState = await self._ask(
+                lambda waiter: self.engine.open(material, options, waiter, self.moment())
+            )
+        except BaseException:  # a cancelled caller too: the model's thread admits all the same, and then releases
+            if not self.engine.serves(opening.session):
+                self._release(opening.session)
+            raise
+        self._count_sessions()
+        return state
+
+    async def _admit(self, session: SessionId, tokens: int) -> None:
+        try:
+            admitted = await self._batcher.call(partial(self._model.admit, session, tokens))
         except ValueError as error:
             raise Unprocessable(f"max_new: {error}") from None
         if not admitted:
             raise Unavailable("no room for the session's KV now", retry_after_ms=1000)
-        try:
-            material = Opening(opening, prompt, committed, records)
-            state: SessionState = await self._ask(
-                lambda waiter: self.engine.open(material, options or OpenOptions(), waiter, self.moment())
-            )
-        except Refusal:
-            await self._batcher.call(partial(self._model.release, opening.session))
-            raise
-        self._count_sessions()
-        return state
 
     async def assign(self, assignment: Assignment) -> SessionState:
         state: SessionState = await self._ask(lambda waiter: self.engine.assign(assignment, waiter, self.moment()))
@@ -213,10 +233,9 @@ class Verifier:
             if answer.tokens or answer.final or left <= 0:  # type: ignore[attr-defined]
                 return answer
             news = self._news.setdefault(session, asyncio.Event())
-            try:
-                await asyncio.wait_for(news.wait(), left)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await news.wait()
 
     def _carry_out(self, effects: Effects) -> None:
         for effect in effects:
@@ -230,7 +249,8 @@ class Verifier:
                     else:
                         future.set_result(effect.answer)
                 case Score():
-                    self._spawn(self._score(effect))
+                    self._drop_score(effect.request.session)
+                    self._scores[effect.request.session] = self._tasks.start(self._score(effect))
                 case Append():
                     self._append_soon(effect)
                 case Publish():
@@ -238,23 +258,15 @@ class Verifier:
                     if news is not None:
                         news.set()
                 case FetchRows():
-                    self._spawn(self._fetch(effect))
+                    self._tasks.start(self._fetch(effect))
                 case ReadLog():
-                    self._spawn(self._reread(effect.pending))
+                    self._tasks.start(self._reread(effect.pending))
                 case SendEvent():
-                    self._spawn(self._send(effect.event))
+                    self._tasks.start(self._send(effect.event))
                 case Release():
-                    self._spawn(self._release(effect.session))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a verifier task failed", exc_info=task.exception())
+                    self._drop_score(effect.session)
+                    self._release(effect.session)
+                    self._count_sessions()
 
     # ---- effects ---------------------------------------------------------------------------------
 
@@ -263,6 +275,10 @@ class Verifier:
             rows = await self._rows.fetch(effect.uri, effect.tokens, effect.scope)
         except RowsProblem as problem:
             refusal = QUnavailable(problem.detail) if problem.unavailable else BadProposal(problem.detail)
+            self._carry_out(self.engine.rows_failed(effect.session, effect.ticket, refusal, self.moment()))
+        except Exception:  # whatever it is, the round must end
+            log.exception("draft rows could not be fetched")
+            refusal = QUnavailable("q_rows: they could not be fetched")
             self._carry_out(self.engine.rows_failed(effect.session, effect.ticket, refusal, self.moment()))
         else:
             self._carry_out(self.engine.rows_ready(effect.session, effect.ticket, rows))
@@ -278,6 +294,7 @@ class Verifier:
         except Exception as error:
             log.exception("a model pass failed")
             answer, seconds = ScoreFailure(f"the model failed: {type(error).__name__}"), 0.0
+        del self._scores[request.session]
         wait = max(0.0, time.perf_counter() - asked - seconds)
         self._carry_out(
             self.engine.scored(request.session, effect.ticket, answer, request.uniforms, self.moment(), wait, seconds)
@@ -287,15 +304,18 @@ class Verifier:
         """Rounds of one pass share one transaction: the flush runs after all their effects."""
         self._appends.append(append)
         if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.get_running_loop().create_task(self._flush())
-            self._tasks.add(self._flushing)
-            self._flushing.add_done_callback(self._done)
+            self._flushing = self._tasks.start(self._flush())
 
     async def _flush(self) -> None:
         while self._appends:
             batch, self._appends = self._appends, []
             started = time.perf_counter()
-            outcomes = await self._log.append([append.append for append in batch])
+            outcomes: Sequence[AppendOutcome]
+            try:
+                outcomes = await self._log.append([append.append for append in batch])
+            except Exception:
+                log.exception("the commit log failed")
+                outcomes = ["unknown"] * len(batch)
             seconds = time.perf_counter() - started
             for append, outcome in zip(batch, outcomes, strict=True):
                 self._carry_out(self.engine.appended(append, outcome, self.moment(), seconds))
@@ -307,7 +327,8 @@ class Verifier:
         await asyncio.sleep(APPEND_BACKOFF_SECONDS[min(pending.attempt, len(APPEND_BACKOFF_SECONDS) - 1)])
         try:
             records = await self._log.read(pending.append.log, pending.append.sequence)
-        except (Refusal, OSError):
+        except Exception as error:
+            log.warning("the commit log can't be read: %s", error)
             self._carry_out(self.engine.log_read(pending, None, self.moment()))
         else:
             self._carry_out(self.engine.log_read(pending, records, self.moment()))
@@ -323,9 +344,15 @@ class Verifier:
             else:
                 return
 
-    async def _release(self, session: SessionId) -> None:
-        await self._batcher.call(partial(self._model.release, session))
-        self._count_sessions()
+    def _drop_score(self, session: SessionId) -> None:
+        """A session has one request at the model: what it asked for in a round that is over is not wanted any more."""
+        task = self._scores.pop(session, None)
+        if task is not None:
+            task.cancel()
+
+    def _release(self, session: SessionId) -> None:
+        """At once, so that it comes before whatever a later session of the same id asks the model for."""
+        self._batcher.call(partial(self._model.release, session)).add_done_callback(_released)
 
     def _count_sessions(self) -> None:
         active = sum(s.ended is None for s in self.engine.sessions.values())
@@ -334,31 +361,34 @@ class Verifier:
     # ---- loops -----------------------------------------------------------------------------------
 
     async def _report(self) -> None:
-        while True:
-            card = self.engine.card
-            await self._router.status(
-                Status(
-                    instance=self.base,
-                    role=int(Role.VERIFIER),
-                    load=self.load(),
-                    queue=self._batcher.queue,
-                    ttl_ms=STATUS_TTL_MS,
-                    models=(card.target,),
-                    tokenizer=card.tokenizer,
-                    base=self.base,
-                )
+        card = self.engine.card
+        await self._router.status(
+            Status(
+                instance=self.base,
+                role=int(Role.VERIFIER),
+                load=self.load(),
+                queue=self._batcher.queue,
+                ttl_ms=STATUS_TTL_MS,
+                models=(card.target,),
+                tokenizer=card.tokenizer,
+                base=self.base,
             )
-            await asyncio.sleep(STATUS_TTL_MS / 3000)
+        )
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            at = self.moment()
-            self._carry_out(self.engine.tick(at))
-            if self._self_decode_idle:
-                for session in list(self.engine.sessions.values()):
-                    if session.flight is None and at.ms - session.touched_ms >= UNDRAFTED_AFTER_MS:
-                        self._carry_out(self.engine.undrafted(session.id, at))
+        at = self.moment()
+        self._carry_out(self.engine.tick(at))
+        if not self._self_decode_idle:
+            return
+        for session in list(self.engine.sessions.values()):
+            patience = SILENT_AFTER_MS if session.drafted else UNDRAFTED_AFTER_MS
+            if session.flight is None and at.ms - session.touched_ms >= patience:
+                self._carry_out(self.engine.undrafted(session.id, at))
+
+
+def _released(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.error("the model could not release a session", exc_info=error)
 
 
 def fresh_uniforms(m: int) -> Uniforms:

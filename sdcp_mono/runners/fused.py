@@ -258,6 +258,12 @@ class FusedDecoder:
         shape, padded = self.shape, -(-self.shape.head_dim // 16) * 16
         return shape.layers * shape.kv_heads * (shape.head_dim + padded) * (2 if self._struct.kv_bf16 else 4)
 
+    @property
+    def matrices(self) -> list[Weight]:
+        """The packed weights in the order in which a pass multiplies with them."""
+        layers = (_Layer * self.shape.layers).from_address(self._struct.layer)
+        return [*(getattr(layer, name) for layer in layers for name in _MATRICES), self._struct.head]
+
     def allocate(self, blocks: int, block_size: int) -> None:
         """See ``Decoder``. ``block_size`` must be a multiple of 16: attention reads 16 positions at a time."""
         if blocks < 1:

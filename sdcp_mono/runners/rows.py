@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sdcp_mono.core.ports import RowsProblem
+from sdcp_mono.runners.sampling import Weights
 
 SUM_TOLERANCE: Final = 1e-3
 """How far a row's sum may be from 1 (AMB-133)."""
@@ -62,14 +63,15 @@ class QRows:
         row[self.points[i]] = 1.0
         return row
 
-    def residual(self, p: torch.Tensor) -> torch.Tensor:
-        """max(0, p - q) for the first rows, p (m, V) float64, not normalised; p where nothing is left (AMB-140)."""
+    def residual(self, i: int, p: Weights) -> Weights:
+        """max(0, p - q[i]), not normalised; p itself where nothing is left (AMB-140)."""
         if self.rows is None:
-            left = p.clone()
-            left[torch.arange(len(p)), torch.tensor(self.points[: len(p)], dtype=torch.long)] = 0.0  # p - 1 <= 0
+            tokens = np.arange(self.vocab_size) if p.ids is None else p.ids
+            left = np.where(tokens == self.points[i], 0.0, p.values)  # p - 1 <= 0
         else:
-            left = (p - self.rows[: len(p)]).clamp_(min=0.0)
-        return torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
+            row = self.rows[i].numpy()
+            left = np.maximum(p.values - (row if p.ids is None else row[p.ids]), 0.0)
+        return Weights(left, p.ids) if left.any() else p
 
     def to_bytes(self) -> bytes:
         """Row-major little-endian binary32, M * V * 4 octets."""

@@ -12,6 +12,7 @@ id (AMB-024). All of it is float64 on the host (AMB-027), from the model's float
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from sdcp_mono.core.messages import UNSET, Sampling
 
 Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Row = npt.NDArray[np.floating[Any]]  # (V,) logits
 
 SLACK: Final = 1e-12
@@ -35,33 +37,54 @@ def best(logits: torch.Tensor) -> Ids:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Weights of tokens, float64 and not negative: a distribution where they sum to 1.
+
+    ``ids`` ascend; None stands for all tokens. What top-k and top-p leave is a few hundred of V tokens, so that
+    everything after them costs next to nothing.
+    """
+
+    values: Floats
+    ids: Ids | None = None
+
+    def of(self, token: int) -> float:
+        if self.ids is None:
+            return float(self.values[token])
+        at = int(np.searchsorted(self.ids, token))
+        return float(self.values[at]) if at < len(self.ids) and self.ids[at] == token else 0.0
+
+    def draw(self, u: float) -> int:
+        """The smallest id whose cumulative weight exceeds u * total, u in [0, 1) (AMB-128)."""
+        sums = np.cumsum(self.values)
+        at = int(np.searchsorted(sums, u * sums[-1], side="right"))
+        if at == len(sums):  # u * total was rounded up to the total
+            at = int(np.flatnonzero(self.values)[-1])
+        return at if self.ids is None else int(self.ids[at])
+
+
+def distribution(row: Row, sampling: Sampling) -> Weights:
+    """p of one row of finite logits, (V,), under a profile."""
+    inverse = _inverse_temperature(sampling)
+    kept = _kept(row, sampling, inverse)
+    weights = _exponentials(row if kept is None else row[kept], row.max(), inverse)
+    weights /= weights.sum()
+    return Weights(weights, kept)
+
+
 def distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """p of every row of (R, V) logits under that row's profile: (R, V) float64 on the host; rows sum to 1."""
-    host = logits.detach().cpu()
-    inverse = [_inverse_temperature(sampling) for sampling in samplings]
-    scaled = host.double()
-    scaled -= scaled.amax(-1, keepdim=True)  # <= 0, so that no exponential overflows
-    scaled *= torch.tensor(inverse, dtype=torch.float64)[:, None]
-    for row, (values, sampling) in enumerate(zip(host.numpy(), samplings, strict=True)):
-        kept = _kept(values, sampling, inverse[row])
-        if kept is not None:
-            part = scaled[row, kept]
-            scaled[row] = -torch.inf
-            scaled[row, kept] = part
-    return torch.softmax(scaled, dim=-1)
+    p = np.zeros(logits.shape)
+    for target, row, sampling in zip(p, logits.detach().cpu().numpy(), samplings, strict=True):
+        found = distribution(row, sampling)
+        target[slice(None) if found.ids is None else found.ids] = found.values
+    return torch.from_numpy(p)
 
 
 def draw(weights: torch.Tensor, u: Sequence[float]) -> Ids:
-    """One token per row of (R, V) weights, each from one uniform value in [0, 1) (AMB-128).
-
-    The smallest id whose cumulative weight exceeds u * total, over ascending ids; rows needn't sum to 1.
-    """
-    sums = weights.double().cumsum(-1)
-    at = torch.tensor(u, dtype=torch.float64)[:, None] * sums[:, -1:]
-    found: Ids = torch.searchsorted(sums, at, right=True)[:, 0].numpy()
-    for row in np.flatnonzero(found == weights.shape[1]):  # u * total was rounded up to the total
-        found[row] = int(torch.nonzero(weights[row] > 0)[-1])
-    return found
+    """One token per row of (R, V) weights, each from one uniform value in [0, 1); rows needn't sum to 1."""
+    rows = weights.double().numpy()
+    return np.asarray([Weights(row).draw(value) for row, value in zip(rows, u, strict=True)], np.int64)
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -86,13 +109,13 @@ def _kept(row: Row, sampling: Sampling, inverse: float) -> Ids | None:
     if sampling.top_p_milli is UNSET or sampling.top_p_milli == 1000:
         return None if k == size else best_ids(row, k)
     top = _descending(row, k if k < size else min(size, CANDIDATES))
-    mass = _masses(top, top[0], inverse)
+    mass = np.cumsum(_exponentials(top, top[0], inverse))
     # top-p is relative to what top-k left (AMB-026): to everything where there is no top-k.
-    total = mass[-1] if k < size else np.exp((row.astype(np.float64) - top[0]) * inverse).sum()
+    total = mass[-1] if k < size else _exponentials(row, top[0], inverse).sum()
     wanted = (sampling.top_p_milli / 1000 - SLACK) * total
     if mass[-1] < wanted:
         top = _descending(row, size)
-        mass = _masses(top, top[0], inverse)
+        mass = np.cumsum(_exponentials(top, top[0], inverse))
     count = min(int(np.searchsorted(mass, wanted)) + 1, k)
     return _at_least(row, top[count - 1], count)
 
@@ -108,8 +131,11 @@ def _descending(row: Row, count: int) -> Row:
     return np.sort(largest)[::-1]
 
 
-def _masses(top: Row, largest: Any, inverse: float) -> npt.NDArray[np.float64]:
-    return np.cumsum(np.exp((top.astype(np.float64) - largest) * inverse))
+def _exponentials(row: Row, largest: Any, inverse: float) -> Floats:
+    values = row.astype(np.float64)
+    values -= largest  # <= 0, so that no exponential overflows
+    values *= inverse
+    return np.exp(values, out=values)
 
 
 def _at_least(row: Row, threshold: Any, count: int) -> Ids:

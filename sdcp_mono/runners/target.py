@@ -12,7 +12,7 @@ from sdcp_mono.core.messages import Rule, SessionId
 from sdcp_mono.core.ports import Logprobs, ModelCard, Scored, ScoreFailure, ScoreRequest, TokenLogprob
 from sdcp_mono.runners.paged import Feed, PagedModel, Totals
 from sdcp_mono.runners.rows import QRows
-from sdcp_mono.runners.sampling import best, best_ids, distributions, draw, log_probabilities
+from sdcp_mono.runners.sampling import best, best_ids, distribution, log_probabilities
 
 LONGEST_PROPOSAL: Final = 64
 """The contract's bound on M (4.1). Sessions get room for a proposal past their end, so that it is scored whole."""
@@ -95,20 +95,16 @@ def _score(request: ScoreRequest, logits: torch.Tensor) -> list[Scored]:
     """The scored positions of one request from its rows of logits, (n, V), n <= M+1."""
     argmax = best(logits).tolist()
     count, proposed = len(argmax), list(request.tokens[: len(argmax)])
-    extra, p, q = argmax, [0.0] * count, [0.0] * count
-    if request.rule == Rule.SPECULATIVE_SAMPLING and request.sampling.temperature_milli == 0:
-        # p is a point mass, and so is every residual (AMB-028).
-        p = [float(a == x) for a, x in zip(argmax, proposed, strict=False)]
-        q = [request.rows.of(i, x) for i, x in enumerate(proposed)]
-    elif request.rule == Rule.SPECULATIVE_SAMPLING:
+    extra, p, q = list(argmax), [0.0] * count, [0.0] * count  # position M+1 has no proposed token
+    if request.rule == Rule.SPECULATIVE_SAMPLING:
         assert request.uniforms is not None
-        weights = distributions(logits, [request.sampling] * count)
-        p = weights[range(len(proposed)), proposed].tolist()
-        q = [request.rows.of(i, x) for i, x in enumerate(proposed)]
-        if proposed:
-            weights[: len(proposed)] = request.rows.residual(weights[: len(proposed)])
-        extra = draw(weights, request.uniforms.extra[:count]).tolist()
-    p, q = [*p, 0.0][:count], [*q, 0.0][:count]  # position M+1 has no proposed token
+        rows = logits.cpu().numpy()
+        for i in range(count):
+            weights = distribution(rows[i], request.sampling)
+            if i < len(proposed):
+                p[i], q[i] = weights.of(proposed[i]), request.rows.of(i, proposed[i])
+                weights = request.rows.residual(i, weights)
+            extra[i] = weights.draw(request.uniforms.extra[i])
     logprobs: list[Logprobs] | list[None] = [None] * count
     if request.top_logprobs >= 0:
         logprobs = _logprobs(logits, [*proposed, *extra[len(proposed) :]], extra, request.top_logprobs)

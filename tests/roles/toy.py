@@ -49,7 +49,9 @@ class ToyRows:
 
         return b"".join(struct.pack(f"<{len(row)}f", *row) for row in self.rows)
 
-    def check(self, tokens: Sequence[int]) -> None:
+    def check(self, tokens: Sequence[int], vocab_size: int) -> None:
+        if any(len(row) != vocab_size for row in self.rows) or len(self.rows) > len(tokens):
+            raise RowsProblem("q_rows: too long", unavailable=False)
         if len(self.rows) < len(tokens):
             raise RowsProblem("q_rows: too short", unavailable=True)
         if any(row[token] <= 0 for row, token in zip(self.rows, tokens, strict=False)):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
             kind, changes = MODELS[name]
             torch.manual_seed(len(made))
             config = AutoConfig.for_model(kind, **BASE | changes)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.ndim == 1:
@@ -82,8 +82,10 @@ class Pages:
         self.tables: dict[Any, list[int]] = {}
         self.length: dict[Any, int] = {}
 
-    def batch(self, feeds: dict[Any, Sequence[int]]) -> RaggedBatch:
-        tokens, positions, starts, context, slots = [], [], [0], [], []
+    def batch(self, feeds: Mapping[Any, Sequence[int]]) -> RaggedBatch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, context, slots = [0], [], []
         for name, ids in feeds.items():
             table, start = self.tables.setdefault(name, []), self.length.get(name, 0)
             end = start + len(ids)
@@ -91,7 +93,7 @@ class Pages:
                 table.append(self.free.pop())
             where = np.arange(start, end)
             tokens += ids
-            positions += list(where)
+            positions += where.tolist()
             slots += [table[p // SIZE] * SIZE + p % SIZE for p in where]
             starts.append(len(tokens))
             context.append(end)
@@ -102,7 +104,7 @@ class Pages:
         arrays = (tokens, positions, starts, context, tables, slots, range(len(tokens)))
         return RaggedBatch(*(np.asarray(a, dtype=np.int32) for a in arrays))
 
-    def feed(self, feeds: dict[Any, Sequence[int]]) -> dict[Any, np.ndarray]:
+    def feed(self, feeds: Mapping[Any, Sequence[int]]) -> dict[Any, np.ndarray]:
         """One pass; the logits (rows, V) of each sequence's new rows."""
         batch = self.batch(feeds)
         logits = self.decoder.forward(batch).numpy().copy()
@@ -116,7 +118,7 @@ def ids(count: int, seed: int, below: int = 96) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, below, count)]
 
 
-def reference(path: Path, tokens: Sequence[int]) -> np.ndarray:
+def reference(path: Path, tokens: Sequence[int]) -> Any:
     """transformers' float32 logits (T, V)."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -284,11 +286,11 @@ def test_a_batch_that_makes_no_sense_is_refused_by_field_and_changes_nothing(
     array = getattr(batch, field).copy()
     array.flat[0] = value
     # A context longer than the table is a fault of either.
-    with pytest.raises(ValueError, match="block_tables|context" if value == 500 else field):
+    with pytest.raises(ValueError, match=r"block_tables|context" if value == 500 else field):
         pages.decoder.forward(replace(batch, **{field: array}))
     assert [bytes(pages.decoder.read_block(b)) for b in range(BLOCKS)] == before
     if field != "logit_rows":  # a pass may want none
-        with pytest.raises(ValueError, match="expected|out of range"):
+        with pytest.raises(ValueError, match=r"expected|out of range"):
             pages.decoder.forward(replace(batch, **{field: array[:0]}))
 
 

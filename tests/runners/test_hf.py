@@ -51,6 +51,9 @@ FAMILIES: dict[str, Any] = {
     "phi3": lambda: tf.Phi3Config(**SMALL),
     "olmo2": lambda: tf.Olmo2Config(**SMALL),
     "granite": lambda: tf.GraniteConfig(**SMALL, attention_multiplier=0.3),
+    "gemma4": lambda: tf.Gemma4TextConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
+    "mixtral": lambda: tf.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "cohere2": lambda: tf.Cohere2Config(**SMALL, sliding_window=WINDOW),
     "smollm3": lambda: tf.SmolLM3Config(**SMALL),
     "starcoder2": lambda: tf.Starcoder2Config(**SMALL, sliding_window=WINDOW),
     "gpt-neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
@@ -161,9 +164,10 @@ def test_chunked_attention_is_refused() -> None:
 
 
 def test_state_space_layers_are_refused() -> None:
-    config = tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises((ValueError, TypeError)):
-        HfDecoder(tf.MambaForCausalLM(config))
+    with pytest.raises(ValueError, match="unsupported model"):
+        HfDecoder(tf.MambaForCausalLM(tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)))
+    with pytest.raises(ValueError, match=r"layers without attention: \[0, 1, 2\]"):
+        HfDecoder(build(tf.Qwen3NextConfig(**SMALL, head_dim=8)))
 
 
 def test_bidirectional_attention_is_refused() -> None:
@@ -273,3 +277,13 @@ def test_scattered_blocks_equal_contiguous_ones(random_llama: Path) -> None:
             )
         )
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=0)
+
+
+def test_packed_linears_give_the_same_logits(random_llama: Path) -> None:
+    text = tokens(20, 6)
+    want = reference(tf.AutoModelForCausalLM.from_pretrained(random_llama, dtype=torch.float32), text)
+    paged = PagedModel(HfDecoder.load(random_llama, pack="float32"), b"x", blocks=4)
+    assert paged.admit(b"s", 20)
+    (got,) = paged.feed([Feed(b"s", text, 20, (), 20)])
+    assert got is not None
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)

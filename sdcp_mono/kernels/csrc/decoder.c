@@ -19,6 +19,7 @@
 #define SPLIT 128        /* positions per split: K and V of one head stay in the first-level cache while query heads pass */
 #define QUERY_TILE 6     /* query heads that share one reading of K and V */
 #define TILE_QUERIES 48  /* query heads of one attention task: its rows times the query group */
+#define REPEATED_ROWS 8  /* up to here each thread norms and converts all rows for itself: cheaper than a barrier (1.2 us) */
 #define TASKS_A_THREAD 4 /* with fewer tasks, the splits of the context become tasks of their own */
 
 /* Softmax over some positions: its largest score, the sum of exponentials and the weighted sum of values. */
@@ -95,13 +96,14 @@ struct pass {
     const sdcp_batch *b;
     const struct vector_ops *ops;
     int group, padded, qkv_width, splits, tile_rows, task_count;
-    bool split_tasks;
-    size_t element, head_bytes, block_bytes, state_floats;
+    bool split_tasks, repeated;
+    size_t element, head_bytes, block_bytes, state_floats, normed_floats, prepared_bytes;
     float scale;
     float *logits;
     /* scratch */
-    float *hidden, *normed, *qkv, *attended, *gate, *up, *cosine, *sine; /* [rows, ...] */
-    void *prepared;
+    float *hidden, *qkv, *attended, *gate, *up, *cosine, *sine; /* [rows, ...] */
+    float *normed;  /* [rows, hidden], for each thread if `repeated` */
+    char *prepared; /* the same in the weight format's activations */
     float *partial; /* states [row, head, split] when split_tasks */
     float *own;     /* states of one attention task, for each thread */
     struct task *tasks;
@@ -180,19 +182,22 @@ static size_t lay_out(struct pass *p, char *base, int threads) {
     const sdcp_decoder *d = p->d;
     const size_t rows = (size_t)p->b->rows;
     const int outputs = d->heads * d->head_dim, widest = outputs > d->mlp ? outputs : d->mlp;
+    const size_t copies = p->repeated ? (size_t)threads : 1;
+    const size_t for_layers = sdcp_scratch_bytes(d->layer[0].qkv.format, widest > d->hidden ? widest : d->hidden, p->b->rows);
+    const size_t for_head = sdcp_scratch_bytes(d->head.format, d->hidden, p->b->logit_rows);
     size_t bytes = 0;
+    p->normed_floats = (rows * (size_t)d->hidden + 15) / 16 * 16;
+    p->prepared_bytes = for_layers > for_head ? for_layers : for_head;
 #define TAKE(field, size) (p->field = (void *)(base + bytes), bytes += ((size) + 63) / 64 * 64)
     TAKE(hidden, rows * (size_t)d->hidden * 4);
-    TAKE(normed, rows * (size_t)d->hidden * 4);
+    TAKE(normed, copies * p->normed_floats * 4);
     TAKE(qkv, rows * (size_t)p->qkv_width * 4);
     TAKE(attended, rows * (size_t)outputs * 4);
     TAKE(gate, rows * (size_t)d->mlp * 4);
     TAKE(up, rows * (size_t)d->mlp * 4);
     TAKE(cosine, rows * (size_t)d->head_dim * 2);
     TAKE(sine, rows * (size_t)d->head_dim * 2);
-    const size_t for_layers = sdcp_scratch_bytes(d->layer[0].qkv.format, widest > d->hidden ? widest : d->hidden, p->b->rows);
-    const size_t for_head = sdcp_scratch_bytes(d->head.format, d->hidden, p->b->logit_rows);
-    TAKE(prepared, for_layers > for_head ? for_layers : for_head);
+    TAKE(prepared, copies * p->prepared_bytes);
     TAKE(partial, p->split_tasks ? rows * (size_t)d->heads * (size_t)p->splits * p->state_floats * 4 : 0);
     TAKE(own, own_states(p) * p->state_floats * 4 * (size_t)threads);
     TAKE(tasks, (size_t)p->task_count * sizeof(struct task));
@@ -237,21 +242,47 @@ static void begin_row(const struct pass *p, int t) {
     }
 }
 
-static void norm_and_prepare(const struct pass *p, const float *weight, int format, int begin, int end) {
-    const int hidden = p->d->hidden;
-    for (int t = begin; t < end; t++) {
-        const size_t at = (size_t)t * (size_t)hidden;
-        p->ops->rms_norm(p->hidden + at, weight, p->d->norm_epsilon, hidden, p->normed + at);
+/* What one thread prepares of its phase's input: its share of the rows for all, or all of them for itself. */
+struct input {
+    int begin, end;
+    float *normed;
+    char *prepared;
+};
+
+static struct input input_of(const struct pass *p, int rows, int thread, int threads) {
+    struct input in = {0, rows, p->normed, p->prepared};
+    if (p->repeated) {
+        in.normed += p->normed_floats * (size_t)thread;
+        in.prepared += p->prepared_bytes * (size_t)thread;
+    } else {
+        share(rows, thread, threads, &in.begin, &in.end);
     }
-    sdcp_prepare_rows(format, p->normed, hidden, hidden, begin, end, p->prepared);
+    return in;
 }
 
-static void add_bias(float *y, int ld, int rows, const float *bias, const sdcp_weight *w, int thread, int threads) {
+/* Norm rows of hidden (`which[i]`, or i) and convert them; a barrier unless the thread did it for itself. */
+static void norm_rows(const struct pass *p, const struct input *in, const int32_t *which, const float *weight, int format,
+                      int threads) {
+    const int hidden = p->d->hidden;
+    for (int i = in->begin; i < in->end; i++)
+        p->ops->rms_norm(p->hidden + (size_t)(which ? which[i] : i) * (size_t)hidden, weight, p->d->norm_epsilon, hidden,
+                         in->normed + (size_t)i * (size_t)hidden);
+    sdcp_prepare_rows(format, in->normed, hidden, hidden, in->begin, in->end, in->prepared);
+    if (!p->repeated) sdcp_barrier(threads);
+}
+
+/* Convert rows of x, which all threads have finished, for a weight. */
+static void convert_rows(const struct pass *p, const struct input *in, const sdcp_weight *w, const float *x, int threads) {
+    if (w->format == SDCP_F32) return; /* read as it is */
+    sdcp_prepare_rows(w->format, x, w->k, w->k, in->begin, in->end, in->prepared);
+    if (!p->repeated) sdcp_barrier(threads);
+}
+
+static void add_bias(const sdcp_weight *w, const float *bias, float *y, int rows, int thread, int threads) {
     int begin, end;
-    if (!bias) return;
     sdcp_columns(w, thread, threads, &begin, &end);
     for (int t = 0; t < rows; t++)
-        for (int i = begin; i < end; i++) y[(size_t)t * (size_t)ld + (size_t)i] += bias[i];
+        for (int i = begin; i < end; i++) y[(size_t)t * (size_t)w->n + (size_t)i] += bias[i];
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
@@ -358,70 +389,66 @@ static void run_task(const struct pass *p, const struct task *k, int l, float *o
         finish_head(p, k->begin + i / p->group, k->kv_head * p->group + i % p->group, running[i]);
 }
 
-static void merge_row(const struct pass *p, int t) {
-    for (int h = 0; h < p->d->heads; h++) {
-        const size_t first = ((size_t)t * (size_t)p->d->heads + (size_t)h) * (size_t)p->splits;
-        struct state *running = state_at(p, p->partial, first);
-        for (int split = 1; visible_in(p, t, split) > 0; split++)
-            p->ops->merge(running, state_at(p, p->partial, first + (size_t)split), p->padded);
-        finish_head(p, t, h, running);
-    }
+static void merge_head(const struct pass *p, int t, int head) {
+    const size_t first = ((size_t)t * (size_t)p->d->heads + (size_t)head) * (size_t)p->splits;
+    struct state *running = state_at(p, p->partial, first);
+    for (int split = 1; visible_in(p, t, split) > 0; split++)
+        p->ops->merge(running, state_at(p, p->partial, first + (size_t)split), p->padded);
+    finish_head(p, t, head, running);
 }
 
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
-static void attention_half(struct pass *p, int l, int thread, int threads) {
+/* y = x W^T + bias (or y += that, to the residual) for this thread's columns. */
+static void multiply(const sdcp_weight *w, const float *bias, const float *x, const char *prepared, float *y, int rows,
+                     bool add, int thread, int threads) {
+    if (add)
+        sdcp_matmul_add_part(w, x, w->k, y, w->n, rows, prepared, thread, threads);
+    else
+        sdcp_matmul_part(w, x, w->k, y, w->n, rows, prepared, thread, threads);
+    if (bias) add_bias(w, bias, y, rows, thread, threads);
+}
+
+static void attention_half(struct pass *p, int l, const struct input *in, int thread, int threads) {
     const sdcp_decoder *d = p->d;
     const sdcp_layer *layer = &d->layer[l];
-    const int rows = p->b->rows, outputs = d->heads * d->head_dim;
+    const int rows = p->b->rows;
     int begin, end;
-    share(rows, thread, threads, &begin, &end);
-    norm_and_prepare(p, layer->attention_norm, layer->qkv.format, begin, end);
+    norm_rows(p, in, NULL, layer->attention_norm, layer->qkv.format, threads);
+    multiply(&layer->qkv, layer->qkv_bias, in->normed, in->prepared, p->qkv, rows, false, thread, threads);
     sdcp_barrier(threads);
-    sdcp_matmul_part(&layer->qkv, p->normed, d->hidden, p->qkv, p->qkv_width, rows, p->prepared, thread, threads);
-    add_bias(p->qkv, p->qkv_width, rows, layer->qkv_bias, &layer->qkv, thread, threads);
-    sdcp_barrier(threads);
-    int first, last;
-    share(rows * d->kv_heads, thread, threads, &first, &last);
-    for (int i = first; i < last; i++) place_row(p, layer, l, i / d->kv_heads, i % d->kv_heads);
+    share(rows * d->kv_heads, thread, threads, &begin, &end);
+    for (int i = begin; i < end; i++) place_row(p, layer, l, i / d->kv_heads, i % d->kv_heads);
     sdcp_barrier(threads);
     float *own = p->own + own_states(p) * p->state_floats * (size_t)thread;
     for (int i; (i = atomic_fetch_add_explicit(&p->next_task[l], 1, memory_order_relaxed)) < p->task_count;)
         run_task(p, &p->tasks[i], l, own);
     sdcp_barrier(threads);
-    if (p->split_tasks)
-        for (int t = begin; t < end; t++) merge_row(p, t);
-    sdcp_prepare_rows(layer->o.format, p->attended, outputs, outputs, begin, end, p->prepared);
-    sdcp_barrier(threads);
-    sdcp_matmul_add_part(&layer->o, p->attended, outputs, p->hidden, d->hidden, rows, p->prepared, thread, threads);
-    add_bias(p->hidden, d->hidden, rows, layer->o_bias, &layer->o, thread, threads);
+    if (p->split_tasks) {
+        share(rows * d->heads, thread, threads, &begin, &end);
+        for (int i = begin; i < end; i++) merge_head(p, i / d->heads, i % d->heads);
+        sdcp_barrier(threads);
+    }
+    convert_rows(p, in, &layer->o, p->attended, threads);
+    multiply(&layer->o, layer->o_bias, p->attended, in->prepared, p->hidden, rows, true, thread, threads);
     sdcp_barrier(threads);
 }
 
-static void mlp_half(struct pass *p, int l, int thread, int threads) {
-    const sdcp_decoder *d = p->d;
-    const sdcp_layer *layer = &d->layer[l];
-    const int rows = p->b->rows;
-    int begin, end, first, last;
-    share(rows, thread, threads, &begin, &end);
-    norm_and_prepare(p, layer->mlp_norm, layer->gate.format, begin, end);
-    sdcp_barrier(threads);
-    sdcp_matmul_part(&layer->gate, p->normed, d->hidden, p->gate, d->mlp, rows, p->prepared, thread, threads);
-    add_bias(p->gate, d->mlp, rows, layer->gate_bias, &layer->gate, thread, threads);
-    sdcp_matmul_part(&layer->up, p->normed, d->hidden, p->up, d->mlp, rows, p->prepared, thread, threads);
-    add_bias(p->up, d->mlp, rows, layer->up_bias, &layer->up, thread, threads);
-    sdcp_columns(&layer->gate, thread, threads, &first, &last); /* gate and up are split alike: no barrier between */
+static void mlp_half(struct pass *p, int l, const struct input *in, int thread, int threads) {
+    const sdcp_layer *layer = &p->d->layer[l];
+    const int rows = p->b->rows, mlp = p->d->mlp;
+    int begin, end;
+    norm_rows(p, in, NULL, layer->mlp_norm, layer->gate.format, threads);
+    multiply(&layer->gate, layer->gate_bias, in->normed, in->prepared, p->gate, rows, false, thread, threads);
+    multiply(&layer->up, layer->up_bias, in->normed, in->prepared, p->up, rows, false, thread, threads);
+    sdcp_columns(&layer->gate, thread, threads, &begin, &end); /* gate and up are split alike: no barrier between */
     for (int t = 0; t < rows; t++) {
-        const size_t at = (size_t)t * (size_t)d->mlp + (size_t)first;
-        p->ops->swiglu(p->gate + at, p->up + at, last - first, p->gate + at);
+        const size_t at = (size_t)t * (size_t)mlp + (size_t)begin;
+        p->ops->swiglu(p->gate + at, p->up + at, end - begin, p->gate + at);
     }
     sdcp_barrier(threads);
-    if (layer->down.format != SDCP_F32) {
-        sdcp_prepare_rows(layer->down.format, p->gate, d->mlp, d->mlp, begin, end, p->prepared);
-        sdcp_barrier(threads);
-    }
-    sdcp_matmul_add_part(&layer->down, p->gate, d->mlp, p->hidden, d->hidden, rows, p->prepared, thread, threads);
-    add_bias(p->hidden, d->hidden, rows, layer->down_bias, &layer->down, thread, threads);
+    convert_rows(p, in, &layer->down, p->gate, threads);
+    multiply(&layer->down, layer->down_bias, p->gate, in->prepared, p->hidden, rows, true, thread, threads);
     sdcp_barrier(threads);
 }
 
@@ -432,17 +459,14 @@ static void run_pass(void *arg, int thread, int threads) {
     int begin, end;
     share(b->rows, thread, threads, &begin, &end);
     for (int t = begin; t < end; t++) begin_row(p, t);
-    for (int l = 0; l < d->layers; l++) {
-        attention_half(p, l, thread, threads);
-        mlp_half(p, l, thread, threads);
-    }
-    share(b->logit_rows, thread, threads, &begin, &end);
-    for (int i = begin; i < end; i++)
-        p->ops->rms_norm(p->hidden + (size_t)b->wanted[i] * (size_t)d->hidden, d->final_norm, d->norm_epsilon, d->hidden,
-                         p->normed + (size_t)i * (size_t)d->hidden);
-    sdcp_prepare_rows(d->head.format, p->normed, d->hidden, d->hidden, begin, end, p->prepared);
     sdcp_barrier(threads);
-    sdcp_matmul_part(&d->head, p->normed, d->hidden, p->logits, d->vocab, b->logit_rows, p->prepared, thread, threads);
+    const struct input in = input_of(p, b->rows, thread, threads), last = input_of(p, b->logit_rows, thread, threads);
+    for (int l = 0; l < d->layers; l++) {
+        attention_half(p, l, &in, thread, threads);
+        mlp_half(p, l, &in, thread, threads);
+    }
+    norm_rows(p, &last, b->wanted, d->final_norm, d->head.format, threads);
+    multiply(&d->head, NULL, last.normed, last.prepared, p->logits, b->logit_rows, false, thread, threads);
 }
 
 int64_t sdcp_decoder_forward(const sdcp_decoder *d, const sdcp_batch *b, void *scratch, size_t scratch_bytes,
@@ -455,6 +479,7 @@ int64_t sdcp_decoder_forward(const sdcp_decoder *d, const sdcp_batch *b, void *s
         .b = b,
         .ops = vectors(),
         .group = group,
+        .repeated = b->rows <= REPEATED_ROWS,
         .padded = padded,
         .qkv_width = (d->heads + 2 * d->kv_heads) * d->head_dim,
         .tile_rows = group < TILE_QUERIES ? TILE_QUERIES / group : 1,

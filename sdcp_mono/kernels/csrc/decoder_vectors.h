@@ -45,9 +45,13 @@ INLINE f16 VARIANT(select)(i16 mask, f16 yes, f16 no) { return (f16)((mask & (i1
 /* 16 stored K or V elements, widened. */
 INLINE f16 VARIANT(widen)(const void *p, int is_bf16) {
     if (!is_bf16) return load((const float *)p);
+#if defined(__AVX512F__)
+    return (f16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
     h16 h;
     memcpy(&h, p, sizeof h);
     return (f16)(__builtin_convertvector(h, u16) << 16);
+#endif
 }
 #define widen VARIANT(widen)
 

@@ -1,5 +1,5 @@
-/* AMX kernel for bfloat16: a tile instruction multiplies up to 16 rows by 32 k by 16 outputs. The architecture fixes the
- * order in which it sums one row and output (even and odd k apart, then together), so the number of rows it is
+/* AMX kernel for bfloat16: a tile instruction multiplies up to 16 rows by 32 k by 16 outputs. The architecture fixes
+ * the order in which it sums one row and output (even and odd k apart, then together), so the number of rows it is
  * configured for doesn't change any result. It is used for every number of rows where the machine has it, because
  * AVX512-BF16 rounds differently. */
 #define _GNU_SOURCE /* syscall */

@@ -44,8 +44,8 @@ static void bf16_panel(const panel_call *c, const char *panel, float *y, int col
     }
 }
 
-static inline __attribute__((always_inline)) void int_panel(const panel_call *c, const char *panel, float *y, int columns,
-                                                            int bits) {
+static inline __attribute__((always_inline)) void int_panel(const panel_call *c, const char *panel, float *y,
+                                                            int columns, int bits) {
     int groups = groups_of(c->k);
     for (int r = 0; r < c->rows; r++) {
         const char *row = c->x + r * c->stride, *block = panel;

@@ -10,8 +10,8 @@
 #include <time.h>
 
 /* Waiting spins this long before it sleeps: a phase of a small model takes 10 to 100 us and waking a sleeper costs
- * about 50 us, so a wait inside a pass seldom sleeps. It yields on the way: where a neighbour has taken a core, the thread
- * that is waited for may need this one (measured: a pass among busy neighbours 21 ms instead of 58). */
+ * about 50 us, so a wait inside a pass seldom sleeps. It yields on the way: where a neighbour has taken a core, the
+ * thread that is waited for may need this one (measured: a pass among busy neighbours 21 ms instead of 58). */
 #define SPIN_NANOSECONDS 100000
 #define MAX_THREADS 256 /* more than any machine's useful share of one memory bus */
 

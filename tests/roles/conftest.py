@@ -1,0 +1,164 @@
+"""One node of real roles over toy models: the real SQLite log, the real object store, one event loop, one model thread."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sdcp_mono import compose
+from sdcp_mono.core.messages import UNSET, Rule, Sampling
+from sdcp_mono.core.ports import Chunk, GenerateRequest, ModelCard
+from sdcp_mono.settings import Settings
+
+VOCAB = 64
+CARD = ModelCard("toy", b"t" * 32, b"k" * 32, VOCAB, 4096)
+EDGES = {token: (5 * token + 7) % VOCAB for token in range(VOCAB)}  # one cycle through all ids
+HANG_SECONDS = 60  # far above what any test takes: a test that hangs should say so
+
+
+def _toy() -> Any:
+    spec = importlib.util.spec_from_file_location("roles_toy", Path(__file__).with_name("toy.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+toy = _toy()
+
+
+def follow(last: int, count: int) -> tuple[int, ...]:
+    """What the target's chain says after ``last``."""
+    tokens = [last]
+    for _ in range(count):
+        tokens.append(EDGES[tokens[-1]])
+    return tuple(tokens[1:])
+
+
+def request(prompt: Sequence[int] = (1, 2, 3), max_new: int = 40, **changes: Any) -> GenerateRequest:
+    sampled = {"rule": Rule.SPECULATIVE_SAMPLING, "sampling": Sampling(seed=changes.pop("seed", UNSET))}
+    members: dict[str, Any] = {
+        "prompt": tuple(prompt), "max_new": max_new, "stop": (), "rule": Rule.GREEDY, "sampling": Sampling(),
+    }  # fmt: skip
+    if changes.pop("sampled", False):
+        members |= sampled
+    return GenerateRequest(**members | changes)
+
+
+class World:
+    """A running node, and where to look whether it kept something."""
+
+    def __init__(self, node: compose.Node, target: Any, drafts: tuple[Any, ...]) -> None:
+        self.node = node
+        self.target = target
+        self.drafts = drafts
+        self.serving = node.serving
+        self.verifier = node._verifier
+        self.engine = self.verifier.engine
+        self.drafter = node._drafter
+        self.log = node._log
+        self.objects: Any = self.serving._objects
+
+    async def text(self, wish: GenerateRequest) -> tuple[int, ...]:
+        """All tokens of a request that must finish."""
+        chunks = await self.read(wish)
+        assert chunks[-1].final
+        assert (chunks[-1].finish, chunks[-1].error) == (4, "")
+        return tuple(token for chunk in chunks for token in chunk.tokens)
+
+    async def read(self, wish: GenerateRequest) -> list[Chunk]:
+        generation = await self.serving.generate(wish)
+        try:
+            return [chunk async for chunk in generation.chunks()]
+        finally:
+            await generation.close()
+
+    async def idle(self) -> None:
+        """Wait until what was set in motion has come to rest: the drafter has heard, the model thread is free."""
+        while (self.drafter is not None and self.drafter.sessions) or self.verifier._scores:
+            await asyncio.sleep(0)
+        await asyncio.wrap_future(self.node.loaded.thread.submit(lambda: None))
+
+    async def assert_empty(self) -> None:
+        """Nobody reads any more, so nothing is held."""
+        await self.idle()
+        assert self.engine.sessions == {}
+        assert self.serving.machine.sessions == {}
+        assert (self.serving._active, self.serving._waiting) == ({}, 0)
+        assert self.serving._slots._value == self.serving.terms.active
+        assert self.target.held == set()
+        assert self.verifier._waiters == {}
+        assert self.verifier._news == {}
+        assert self.verifier._scores == {}
+        assert [i.sessions for i in self.serving.machine.instances.values()] == [0] * len(
+            self.serving.machine.instances
+        )
+        self.objects.sweep()
+        assert self.objects.stats().objects == 0
+        assert await self.log.names() == []
+
+
+class Kit:
+    VOCAB, CARD, EDGES = VOCAB, CARD, EDGES
+    toy = toy
+    follow = staticmethod(follow)
+    request = staticmethod(request)
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._path = tmp_path
+        self._threads: list[ThreadPoolExecutor] = []
+
+    @asynccontextmanager
+    async def node(
+        self, *drafts: Any, target: Any = None, instant: bool = False, **settings: Any
+    ) -> AsyncIterator[World]:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="models")
+        self._threads.append(thread)
+        target = target or toy.ToyTarget(toy.chain(EDGES), CARD)
+        nothing: Any = None
+        loaded = compose.Loaded(
+            Settings(data_dir=self._path, **settings), nothing, CARD, nothing, target,
+            tuple((draft, instant) for draft in drafts), thread, 0.0,
+        )  # fmt: skip
+        async with compose.Node(loaded, CollectorRegistry()) as node:
+            yield World(node, target, drafts)
+            assert not [task for task in asyncio.all_tasks() if task.get_name() == "leaked"]
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Kit]:
+    kit = Kit(tmp_path)
+    yield kit
+    kit.close()
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Run a test's coroutine to its end; afterwards no task is left."""
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        async def main() -> Any:
+            answer = await asyncio.wait_for(work, HANG_SECONDS)
+            await asyncio.sleep(0)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, left
+            return answer
+
+        return asyncio.run(main())
+
+    return run
