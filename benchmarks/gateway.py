@@ -3,9 +3,9 @@
     python benchmarks/gateway.py [--json] [--seconds S]
 
 The gateway runs in a process of its own before a verifier that answers at once; this process is the client (our own).
-``round trip``: one session, one proposal after the other. ``rounds/s``: 32 sessions at once over one client, that is one
-connection. ``beside``: the round trip of one session while 4 MiB bodies are being put and 64 long polls are open, as a
-ratio to the undisturbed one; the cases take turns, so that the ratio compares like with like.
+``round trip``: one session, one proposal after the other. ``rounds per second``: 32 sessions at once over one client,
+which is at most two connections. ``beside``: the round trip of one session while 4 MiB bodies are being put and 64 long
+polls are open, as a ratio to the undisturbed one; the cases take turns, so that the ratio compares like with like.
 """
 
 from __future__ import annotations

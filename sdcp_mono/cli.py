@@ -60,7 +60,7 @@ def serve(
     from sdcp_mono import compose  # torch loads in seconds: only when it is needed
 
     settings = _settings(model=model, draft=draft, host=host, port=port, data_dir=data, dtype=dtype)
-    with _progress(settings) as progress:
+    with _failures(), _progress(settings) as progress:
         compose.serve(settings, progress, lambda url: err.print(f"[bold]sdcp-mono[/] answers at [cyan]{url}/v1[/]"))
 
 
@@ -166,9 +166,13 @@ def _settings(**flags: Any) -> Settings:
 @contextmanager
 def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
+    from sdcp_mono.cache.sqlite_log import CommitLogUnusable
+    from sdcp_mono.core.problems import Refusal
+    from sdcp_mono.frontend.errors import ApiError
+
     try:
         yield
-    except (ModelError, ValueError) as error:
+    except (ModelError, ValueError, ApiError, Refusal, CommitLogUnusable) as error:
         err.print(f"[red]error[/] {error}")
         raise typer.Exit(1) from None
 

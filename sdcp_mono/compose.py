@@ -7,11 +7,12 @@ anyway), one thread that owns SQLite.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -222,6 +223,19 @@ def serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) 
     asyncio.run(_serve(settings, progress, ready))
 
 
+class _Server(uvicorn.Server):
+    """Ends with exit code 0 when it is told to stop; uvicorn itself would raise the signal once more."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Finish what is running; asked a second time, don't."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
 async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) -> None:
     registry = CollectorRegistry()
     app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
@@ -229,7 +243,9 @@ async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], 
         app, host=settings.host, port=settings.port, log_config=None, access_log=False, lifespan="on",
         timeout_graceful_shutdown=30,  # a stream that is still running then is cut
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = _Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
     serving = asyncio.create_task(server.serve())
     loading = asyncio.create_task(asyncio.to_thread(load, settings, progress))
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)

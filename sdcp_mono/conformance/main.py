@@ -14,7 +14,11 @@ from rich.console import Console
 
 from sdcp_mono.conformance import (
     bench,
+    depot,
+    drafter,
     report,
+    router,
+    stage,
     verifier_contract,
     verifier_control,
     verifier_http,
@@ -25,7 +29,9 @@ from sdcp_mono.conformance import (
 from sdcp_mono.conformance.http2 import NoAnswer
 from sdcp_mono.conformance.kit import Check, Finding, Options, run
 
-AT_ONCE: Final = 4  # checks under way; a verifier that batches answers them in one pass
+# Checks under way. A verifier that batches answers them in one pass; of a drafter mostly silence is waited for; a
+# router is told who is alive, which is one truth for all checks.
+AT_ONCE: Final = {"verifier": 4, "drafter": 8, "router": 1}
 
 Shown = Callable[[Finding], None]
 
@@ -38,16 +44,20 @@ CHECKS: Final[dict[str, list[Check]]] = {
         *verifier_output.table.checks,
         *verifier_rows.table.checks,
     ],
+    "drafter": drafter.table.checks,
+    "router": router.table.checks,
 }
 BENCHES: Final[dict[str, Callable[[Options], AbstractAsyncContextManager[Any]]]] = {
     "verifier": bench.bench,
+    "drafter": stage.stage,
+    "router": depot.depot,
 }
 
 
-async def examine(role: str, options: Options, shown: Shown | None = None, at_once: int = AT_ONCE) -> list[Finding]:
+async def examine(role: str, options: Options, shown: Shown | None = None, at_once: int | None = None) -> list[Finding]:
     """Every check of the role, in order. Raises ``ValueError`` for what has to be given first."""
     chosen = [check for check in CHECKS[role] if not options.only or check.id in options.only]
-    slots = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once or AT_ONCE[role])
 
     async def one(check: Check, bench: Any) -> Finding:
         async with slots, bench.workplace() as place:

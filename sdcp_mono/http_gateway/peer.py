@@ -31,6 +31,8 @@ from sdcp_mono.http_gateway.tls import PemFiles, Stamp, client_context
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 3.0
+# Without it, requests that start at once open one connection each before the first has said that it speaks HTTP/2.
+CONNECTIONS: Final = 2
 CALL_SECONDS: Final = 10.0  # of a call that computes nothing
 MAX_RESPONSE: Final = 4 * 2**20  # octets: an output message of 64 Ki tokens is 0.3 MiB, a prompt is never returned
 MAX_PROBLEM: Final = 64 * 2**10
@@ -160,6 +162,7 @@ class Peer:
                 tls_cert=self._files.cert.read_bytes(),
                 proxy=NO_PROXY,
                 connect_timeout=CONNECT_SECONDS,
+                max_connections_per_address=CONNECTIONS,
                 follow_redirects=False,
                 enable_gzip=False,
                 enable_brotli=False,

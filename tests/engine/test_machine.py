@@ -278,8 +278,10 @@ class Machine(RuleBasedStateMachine):
         retry = structs.replace(proposal, status=structs.replace(STATUS, load=9))
         answer = self.ask(lambda w: self.engine.propose(retry, caller, w))
         told = life.verdicts.get((proposal.epoch, proposal.round))
-        if isinstance(answer, Verdict) and told is not None:
-            assert answer == told
+        known = self.engine.sessions.get(proposal.session)
+        assigned = "" if known is None or known.assignment is None else known.assignment.drafter
+        if known is not None and told is not None and caller == proposal.drafter == assigned:
+            assert known.fenced or known.epoch != proposal.epoch or answer == told
 
     @rule(index=sessions, drafter=drafters, ahead=seldom)
     def decline(self, index: int, drafter: str, ahead: bool) -> None:
@@ -311,6 +313,21 @@ class Machine(RuleBasedStateMachine):
     def close(self, index: int, really: bool) -> None:
         if really and SESSIONS[index] in self.engine.sessions:
             self.take(self.engine.close(SESSIONS[index], self.at()))
+
+    @rule(index=sessions, drafter=drafters, right=st.integers(1, 4), more=st.integers(0, 4))
+    def begin_again(self, index: int, drafter: str, right: int, more: int) -> None:
+        """Another session of the same id, while the model still computes for the first one (C-41)."""
+        session = SESSIONS[index]
+        if session not in self.engine.sessions:
+            return
+        self.propose(index, None, right, 1, 0, False, None, 0)
+        late = [effect for effect in self.pending if isinstance(effect, Score) and effect.request.session == session]
+        self.take(self.engine.close(session, self.at()))
+        self.open(index, 30, 0, (1, 1, 1), False)
+        self.assign(index, drafter, 4, False)
+        self.propose(index, drafter, more, 1, 0, False, None, 0)
+        for effect in late:
+            self.score(effect, "ok")
 
     @rule(index=sessions, really=seldom, reopen=st.booleans())
     def fail_over(self, index: int, really: bool, reopen: bool) -> None:
@@ -382,6 +399,8 @@ class Machine(RuleBasedStateMachine):
         stored = outcome not in ("unknown", "failure") and self.store(effect, life)
         known = self.engine.sessions.get(effect.session)
         mine = known is not None and known.flight is not None and known.flight.pending == effect
+        if mine and outcome == "ok" and life.fence <= effect.append.record.epoch:
+            assert stored, "the only writer has lost its place"
         told = "unknown" if outcome != "ok" else "ok" if stored else "fenced"
         if told == "ok" and mine:
             self.count(effect, life)
@@ -395,9 +414,11 @@ class Machine(RuleBasedStateMachine):
         if outcome != "ok":
             self.take(self.engine.log_read(effect.pending, None, self.at()))
             return
-        if mine and records and records[0] == effect.pending.append.record:
+        stored = bool(records) and records[0] == effect.pending.append.record
+        if mine and stored:
             self.count(effect.pending, life)
         self.take(self.engine.log_read(effect.pending, records, self.at()))
+        assert known is None or not (mine and stored and known.fenced), "its own record is no foreign one"
 
     def count(self, append: Append, life: Life) -> None:
         """A drafted round is durable: the reference says what it means."""

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import json
+import importlib.util
 import random
-import ssl
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import cbor2
-import h2.config
-import h2.connection
-import h2.events
-import h2.exceptions
 import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -31,7 +25,6 @@ from msgspec import structs
 from sdcp_mono import certs
 from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
-from sdcp_mono.core import cbor
 from sdcp_mono.core import digest as digests
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.messages import Assignment, Contract, Event, Rule, SessionOpen, Status
@@ -57,7 +50,20 @@ CONTRACT = Contract(
     target=TARGET, tokenizer=TOKENIZER, rule=1, m_max=8, max_new=256, stop=(2,), low_rounds=3, fallback=(1, 2, 3, 5)
 )
 BASES = certs.base_uris()
-WAIT_S = 20.0  # for something that must happen; reached only by a failure
+
+
+def _wire() -> Any:
+    """Tests can't import each other by name."""
+    spec = importlib.util.spec_from_file_location("http_gateway_wire", Path(__file__).with_name("wire.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+wire = _wire()
+WAIT_S: float = wire.WAIT_S
 
 
 def successor(last: int) -> Sequence[float]:
@@ -200,10 +206,10 @@ class Site:
     def url(self, role: str) -> str:
         return f"{self.gateway.url}/{role}/"
 
-    async def curl(self, role: str, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+    async def curl(self, role: str, method: str, path: str, body: Any = None, **headers: str) -> Any:
         """One request of an independent client (h2 on a plain socket) with ``role``'s certificate."""
-        async with Wire.connect(self.gateway.port, self.files(role)) as wire:
-            return await wire.request(method, path, body, **headers)
+        async with wire.Wire.connect(self.gateway.port, self.files(role)) as connection:
+            return await connection.request(method, path, body, **headers)
 
 
 @asynccontextmanager
@@ -265,161 +271,15 @@ async def site(
         yield made
 
 
-class Reply:
-    """A response as it came."""
-
-    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.status = status
-        self.headers = headers
-        self.body = body
-
-    @property
-    def cbor(self) -> Any:
-        assert self.headers["content-type"] == "application/sdcp+cbor", (self.status, self.headers, self.body)
-        return cbor2.loads(self.body)
-
-    @property
-    def problem(self) -> dict[str, Any]:
-        assert self.headers["content-type"] == "application/problem+json", (self.status, self.headers, self.body)
-        document: dict[str, Any] = json.loads(self.body)
-        assert document["status"] == self.status
-        assert document["title"]
-        assert self.headers["cache-control"] == "no-store"
-        return document
-
-    @property
-    def kind(self) -> tuple[int, str]:
-        """Status and the problem type's suffix, empty for about:blank."""
-        type_ = self.problem["type"]
-        return self.status, "" if type_ == "about:blank" else type_.removeprefix("https://iana.org/assignments/sdcp#")
-
-
-class Wire:
-    """An HTTP/2 client on asyncio streams and h2, which knows nothing of our client."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, authority: str) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.authority = authority
-        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
-        self.replies: dict[int, asyncio.Future[Reply]] = {}
-        self.parts: dict[int, tuple[dict[str, str], bytearray]] = {}
-        self.window = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self.ended = asyncio.Event()
-
-    @classmethod
-    @asynccontextmanager
-    async def connect(
-        cls, port: int, files: certs.Certificates, context: ssl.SSLContext | None = None
-    ) -> AsyncIterator[Wire]:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", port, ssl=context or tls(files), server_hostname="localhost"
-        )
-        wire = cls(reader, writer, f"127.0.0.1:{port}")
-        wire.h2.initiate_connection()
-        wire.h2.increment_flow_control_window(2**24)
-        await wire.flush()
-        wire.task = asyncio.ensure_future(wire.read())
-        try:
-            yield wire
-        finally:
-            wire.task.cancel()
-            await asyncio.gather(wire.task, return_exceptions=True)
-            writer.transport.abort()
-
-    async def flush(self) -> None:
-        self.writer.write(self.h2.data_to_send())
-        await self.writer.drain()
-
-    async def read(self) -> None:
-        try:
-            while data := await self.reader.read(65536):
-                for event in self.h2.receive_data(data):
-                    self.handle(event)
-                await self.flush()
-        except (OSError, h2.exceptions.ProtocolError):
-            pass
-        finally:
-            self.ended.set()
-            for reply in self.replies.values():
-                if not reply.done():
-                    reply.set_exception(ConnectionResetError("the connection ended"))
-                    reply.exception()
-
-    def handle(self, event: Any) -> None:
-        match event:
-            case h2.events.ResponseReceived():
-                self.parts[event.stream_id] = (dict(event.headers), bytearray())
-            case h2.events.DataReceived():
-                self.parts[event.stream_id][1].extend(event.data)
-                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            case h2.events.StreamEnded():
-                headers, body = self.parts.pop(event.stream_id)
-                reply = self.replies[event.stream_id]
-                if not reply.done():
-                    reply.set_result(Reply(int(headers[":status"]), headers, bytes(body)))
-            case h2.events.StreamReset():
-                reply = self.replies[event.stream_id]
-                if not reply.done():
-                    reply.set_exception(ConnectionResetError(f"reset {event.error_code}"))
-            case h2.events.WindowUpdated() | h2.events.RemoteSettingsChanged():
-                self.window.set()
-
-    async def start(self, method: str, path: str, *, end: bool, **headers: str) -> int:
-        stream = self.h2.get_next_available_stream_id()
-        self.replies[stream] = asyncio.get_running_loop().create_future()
-        named = [(name.replace("_", "-"), value) for name, value in headers.items()]
-        pseudo = [(":method", method), (":scheme", "https"), (":authority", self.authority), (":path", path)]
-        self.h2.send_headers(stream, [*pseudo, *named], end_stream=end)
-        await self.flush()
-        return stream
-
-    async def send(self, stream: int, body: bytes, *, end: bool = True) -> None:
-        while True:
-            room = min(self.h2.local_flow_control_window(stream), self.h2.max_outbound_frame_size)
-            part, body = body[:room], body[room:]
-            if part or not body:
-                self.h2.send_data(stream, part, end_stream=end and not body)
-                await self.flush()
-            if not body:
-                return
-            if not room:
-                self.window.clear()
-                await asyncio.wait_for(self.window.wait(), WAIT_S)
-
-    async def answer(self, stream: int) -> Reply:
-        return await asyncio.wait_for(asyncio.shield(self.replies[stream]), WAIT_S)
-
-    async def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """``body``: octets, or a value or message that becomes CBOR."""
-        if body is None:
-            return await self.answer(await self.start(method, path, end=True, **headers))
-        if not isinstance(body, bytes):
-            body = cbor2.dumps(body, canonical=True) if isinstance(body, dict | list) else cbor.encode(body)
-        headers.setdefault("content_type", "application/sdcp+cbor")
-        stream = await self.start(method, path, end=False, **headers)
-        with suppress(h2.exceptions.StreamClosedError):  # answered before the body was complete
-            await self.send(stream, body)
-        return await self.answer(stream)
-
-
-def tls(files: certs.Certificates | None, ca: Path | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=ca or (files.ca if files else None))
-    context.set_alpn_protocols(["h2"])
-    if files is not None:
-        context.load_cert_chain(files.cert, files.key)
-    return context
-
-
 class Kit:
     """What test modules use, as a fixture because tests can't import each other."""
 
     BASES, CARD, CONTRACT, SESSION, VOCAB, WAIT_S = BASES, CARD, CONTRACT, SESSION, VOCAB, WAIT_S
-    Wire, Reply, Site, ToyDraft, ToyRows, ToyTarget, Silent = Wire, Reply, Site, ToyDraft, ToyRows, ToyTarget, Silent
+    Wire, Site, ToyDraft, ToyRows = wire.Wire, Site, ToyDraft, ToyRows
     HeardRouter, HeardDrafter = HeardRouter, HeardDrafter
     successor = staticmethod(successor)
-    tls = staticmethod(tls)
+    tls = staticmethod(wire.tls)
+    stub = staticmethod(wire.stub)
     path = format_session(SESSION)
 
     def __init__(self, directory: Path, work: Path) -> None:

@@ -231,7 +231,8 @@ def test_amb_007_bodies_that_are_no_message(kit: Any) -> None:
         for body in (
             b"", b"\xff", whole[:-1], whole[: len(whole) // 2], whole + b"\x00",
             b"\x81" * 60_000, b"\x9b" + b"\xff" * 8,
-            b"\xa1" * 500, b"\xbf" * 500, b"\x5f" * 500, b"\xc2\x49" + b"\x01" * 9, b"\xd8\x23\x61(", b"\x7b" + b"\xff" * 8,
+            b"\xa1" * 500, b"\xbf" * 500, b"\x5f" * 500,
+            b"\xc2\x49" + b"\x01" * 9, b"\xd8\x23\x61(", b"\x7b" + b"\xff" * 8,
             b"\xf6", b"\x80", cbor2.dumps([good]), b"\xa2\x61a\x01\x61a\x02", b"\xfb\x7f\xf0" + b"\0" * 6,
             b"\xa1\x80\x00",
         ):  # fmt: skip

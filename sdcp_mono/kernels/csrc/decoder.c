@@ -1,9 +1,9 @@
 /* The fused decoder pass: RMSNorm, rotary embedding, grouped-query attention over paged KV, SwiGLU.
  *
  * One sdcp_parallel call per pass; its phases are separated by barriers. Work is split by output columns (matmuls), by
- * rows (norms, conversions) and by (sequence, row tile, KV head, split) in attention; no split enters the arithmetic, so a
- * row's logits are the same to the bit in every batch, chunking and number of threads. Attention covers the context in
- * splits of SPLIT positions, fixed by absolute position, and merges them in order.
+ * rows (norms, conversions) and by (sequence, row tile, KV head, split) in attention. None of it enters the sums, so a
+ * row's logits are the same to the bit in every batch, chunking and number of threads. Attention covers the context
+ * in splits of SPLIT positions, fixed by absolute position, and merges them in order.
  */
 #include "decoder.h"
 
@@ -16,10 +16,10 @@
 #include <immintrin.h>
 #endif
 
-#define SPLIT 128        /* positions per split: K and V of one head stay in the first-level cache while query heads pass */
+#define SPLIT 128        /* positions per split: a head's K and V stay in the first-level cache while queries pass */
 #define QUERY_TILE 6     /* query heads that share one reading of K and V */
 #define TILE_QUERIES 48  /* query heads of one attention task: its rows times the query group */
-#define REPEATED_ROWS 8  /* up to here each thread norms and converts all rows for itself: cheaper than a barrier (1.2 us) */
+#define REPEATED_ROWS 8  /* so few each thread norms and converts for itself: cheaper than a barrier (1.2 us) */
 #define TASKS_A_THREAD 4 /* with fewer tasks, the splits of the context become tasks of their own */
 
 /* Softmax over some positions: its largest score, the sum of exponentials and the weighted sum of values. */
@@ -116,6 +116,11 @@ static struct state *state_at(const struct pass *p, float *base, size_t i) {
     return (struct state *)(base + i * p->state_floats);
 }
 
+static struct state *partial_of(const struct pass *p, int t, int head, int split) {
+    const size_t row_and_head = (size_t)t * (size_t)p->d->heads + (size_t)head;
+    return state_at(p, p->partial, row_and_head * (size_t)p->splits + (size_t)split);
+}
+
 size_t sdcp_kv_block_bytes(const sdcp_decoder *d) {
     const int padded = (d->head_dim + 15) / 16 * 16;
     const size_t head = (size_t)d->block_size * (size_t)(d->head_dim + padded) * (d->kv_bf16 ? 2 : 4);
@@ -183,7 +188,8 @@ static size_t lay_out(struct pass *p, char *base, int threads) {
     const size_t rows = (size_t)p->b->rows;
     const int outputs = d->heads * d->head_dim, widest = outputs > d->mlp ? outputs : d->mlp;
     const size_t copies = p->repeated ? (size_t)threads : 1;
-    const size_t for_layers = sdcp_scratch_bytes(d->layer[0].qkv.format, widest > d->hidden ? widest : d->hidden, p->b->rows);
+    const int k = widest > d->hidden ? widest : d->hidden;
+    const size_t for_layers = sdcp_scratch_bytes(d->layer[0].qkv.format, k, p->b->rows);
     const size_t for_head = sdcp_scratch_bytes(d->head.format, d->hidden, p->b->logit_rows);
     size_t bytes = 0;
     p->normed_floats = (rows * (size_t)d->hidden + 15) / 16 * 16;
@@ -229,9 +235,10 @@ static uint16_t float_to_bf16(float f) { /* to nearest even; a NaN stays one */
 static void begin_row(const struct pass *p, int t) {
     const sdcp_decoder *d = p->d;
     const size_t first = (size_t)p->b->token_ids[t] * (size_t)d->hidden;
+    const uint16_t *halves = (const uint16_t *)d->embedding + first;
     float *hidden = p->hidden + (size_t)t * (size_t)d->hidden;
     if (d->embedding_bf16)
-        for (int i = 0; i < d->hidden; i++) hidden[i] = bf16_to_float(((const uint16_t *)d->embedding)[first + (size_t)i]);
+        for (int i = 0; i < d->hidden; i++) hidden[i] = bf16_to_float(halves[i]);
     else
         memcpy(hidden, (const float *)d->embedding + first, (size_t)d->hidden * sizeof(float));
     const int half = d->head_dim / 2;
@@ -261,18 +268,19 @@ static struct input input_of(const struct pass *p, int rows, int thread, int thr
 }
 
 /* Norm rows of hidden (`which[i]`, or i) and convert them; a barrier unless the thread did it for itself. */
-static void norm_rows(const struct pass *p, const struct input *in, const int32_t *which, const float *weight, int format,
-                      int threads) {
+static void norm_rows(const struct pass *p, const struct input *in, const int32_t *which, const float *weight,
+                      int format, int threads) {
     const int hidden = p->d->hidden;
     for (int i = in->begin; i < in->end; i++)
-        p->ops->rms_norm(p->hidden + (size_t)(which ? which[i] : i) * (size_t)hidden, weight, p->d->norm_epsilon, hidden,
-                         in->normed + (size_t)i * (size_t)hidden);
+        p->ops->rms_norm(p->hidden + (size_t)(which ? which[i] : i) * (size_t)hidden, weight, p->d->norm_epsilon,
+                         hidden, in->normed + (size_t)i * (size_t)hidden);
     sdcp_prepare_rows(format, in->normed, hidden, hidden, in->begin, in->end, in->prepared);
     if (!p->repeated) sdcp_barrier(threads);
 }
 
 /* Convert rows of x, which all threads have finished, for a weight. */
-static void convert_rows(const struct pass *p, const struct input *in, const sdcp_weight *w, const float *x, int threads) {
+static void convert_rows(const struct pass *p, const struct input *in, const sdcp_weight *w, const float *x,
+                         int threads) {
     if (w->format == SDCP_F32) return; /* read as it is */
     sdcp_prepare_rows(w->format, x, w->k, w->k, in->begin, in->end, in->prepared);
     if (!p->repeated) sdcp_barrier(threads);
@@ -370,9 +378,8 @@ static void run_task(const struct pass *p, const struct task *k, int l, float *o
     const int queries = (k->end - k->begin) * p->group;
     struct state *running[queries], *current[queries];
     for (int i = 0; i < queries; i++) {
-        const size_t head = (size_t)(k->begin + i / p->group) * (size_t)p->d->heads + (size_t)(k->kv_head * p->group + i % p->group);
-        running[i] = p->split_tasks ? state_at(p, p->partial, head * (size_t)p->splits + (size_t)k->split)
-                                    : state_at(p, own, (size_t)i);
+        const int t = k->begin + i / p->group, head = k->kv_head * p->group + i % p->group;
+        running[i] = p->split_tasks ? partial_of(p, t, head, k->split) : state_at(p, own, (size_t)i);
         current[i] = state_at(p, own, (size_t)(queries + i));
     }
     if (p->split_tasks) {
@@ -390,10 +397,9 @@ static void run_task(const struct pass *p, const struct task *k, int l, float *o
 }
 
 static void merge_head(const struct pass *p, int t, int head) {
-    const size_t first = ((size_t)t * (size_t)p->d->heads + (size_t)head) * (size_t)p->splits;
-    struct state *running = state_at(p, p->partial, first);
+    struct state *running = partial_of(p, t, head, 0);
     for (int split = 1; visible_in(p, t, split) > 0; split++)
-        p->ops->merge(running, state_at(p, p->partial, first + (size_t)split), p->padded);
+        p->ops->merge(running, partial_of(p, t, head, split), p->padded);
     finish_head(p, t, head, running);
 }
 

@@ -235,7 +235,8 @@ INLINE void VARIANT(attend_tile)(int queries, int is_bf16, int dim, int padded, 
     VARIANT(all_values)(queries, is_bf16, padded, 0, shortest, values, (const float (*)[SPLIT])p, states);
     for (int q = 0; q < queries; q++)
         if (visible[q] > shortest)
-            VARIANT(all_values)(1, is_bf16, padded, shortest, visible[q], values, (const float (*)[SPLIT])p[q], states + q);
+            VARIANT(all_values)(1, is_bf16, padded, shortest, visible[q], values, (const float (*)[SPLIT])p[q],
+                                states + q);
 }
 
 static void VARIANT(attend)(int queries, int is_bf16, int dim, int padded, float scale, const float *const *query,
@@ -263,7 +264,9 @@ static void VARIANT(merge)(struct state *into, const struct state *next, int pad
         store(into->acc + d, fma16(load(next->acc + d), splat(scales[1]), load(into->acc + d) * splat(scales[0])));
 }
 
-static const struct vector_ops VARIANT(ops) = {ISA, VARIANT(rms_norm), VARIANT(swiglu), VARIANT(attend), VARIANT(merge)};
+static const struct vector_ops VARIANT(ops) = {
+    ISA, VARIANT(rms_norm), VARIANT(swiglu), VARIANT(attend), VARIANT(merge),
+};
 
 #undef f16
 #undef i16
