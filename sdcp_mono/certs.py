@@ -26,7 +26,7 @@ LEAF_DAYS: Final = 90  # short, so that renewal is exercised long before it matt
 RENEW_DAYS: Final = 30  # a leaf with less left is made anew
 SKEW: Final = dt.timedelta(minutes=5)  # peers' clocks differ
 HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-ROLES: Final = ("router", "verifier", "drafter", "frontend", "mlc", "operator")
+ROLES: Final = ("router", "verifier", "drafter", "drafter-b", "frontend", "mlc", "operator")  # drafter-b: for tests
 GATEWAY: Final = "gateway"  # serves all roles on one port, so it names all of them; it is no client's identity
 
 

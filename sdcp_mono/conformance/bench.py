@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from sdcp_mono.conformance.kit import Failed, Options, Skipped, expect
 M_MAX: Final = 8
 MAX_NEW: Final = 96  # enough for the longest check; prompt and output fit the smallest context in use
 PATIENCE: Final = 8  # answers 429 and 503 to one request before it counts as refused
+OUTPUT_SECONDS: Final = 15.0  # for tokens that a verifier decodes by itself
 CLOSING_ROUNDS: Final = 2 * MAX_NEW  # proposals to end a session where DELETE is not offered
 
 
@@ -300,14 +302,16 @@ class Session:
         return dict(wire.decode(answer.body))
 
     async def until(self, n: int) -> wire.Message:
-        """Read output until n tokens are there or it is final."""
-        while True:
-            answer = await self.get(f"?from={len(self.tokens)}", wait=5)
+        """Read output until n tokens are there or it is final; gives up after a while."""
+        deadline = time.monotonic() + OUTPUT_SECONDS
+        while time.monotonic() < deadline:
+            answer = await self.get(f"?from={len(self.tokens)}", wait=1)
             expect(answer.status == 200, f"GET output answered {told(answer)}")
             output = dict(wire.decode(answer.body))
             self.tokens += output["tokens"]
             if len(self.tokens) >= n or output["final"]:
                 return output
+        raise Failed(f"{len(self.tokens)} tokens after {OUTPUT_SECONDS:g} s, not {n}")
 
     # ---- the drafter's part ----------------------------------------------------------------------
 

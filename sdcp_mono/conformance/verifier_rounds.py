@@ -269,7 +269,7 @@ async def order(bench: Bench) -> str:
     session = await bench.open(m_init=2)
     first = session.proposal(await session.right(1))
     await session.post(first)
-    too_long = [0] * 3
+    too_long = [0] * (M_MAX + 1)
     cases: tuple[tuple[str, Response, Any], ...] = (
         ("not assigned and epoch", await session.propose([0], by=bench.router, epoch=5), wire.NOT_ASSIGNED),
         ("epoch and replay", await session.post({**first, "epoch": 5}), wire.STALE_EPOCH),

@@ -41,6 +41,7 @@ M = TypeVar("M", bound=Message)
 CBOR: Final = "application/sdcp+cbor"
 OCTETS: Final = "application/octet-stream"
 PIECE: Final = 2**16  # octets of a response handed to the server at once, so that other streams get their turn
+WRITE_SECONDS: Final = 30.0  # for one piece; a client that doesn't read holds the response in memory
 
 
 class ClientGone(Exception):
@@ -173,27 +174,29 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = await self._answer(scope, receive)
+            caller = identity_of(scope, self._gate.access)
+            if self._gate.stopping.is_set():
+                raise Unavailable("the server is stopping", retry_after_ms=1000)
+            with self._gate.requests.hold(caller.uri):  # until the response has left: it holds memory too
+                response = await self._answer(Call(self._gate, caller, scope, receive))
+                await _send(response, scope, receive, send)
+        except Refusal as refusal:
+            await _send(problem(refusal), scope, receive, send)
         except ClientGone:
             return
-        await _send(response, scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+    async def _answer(self, call: Call) -> Response:
+        handler = self._methods.get(call.method)
+        if handler is None:
+            return problem(MethodNotAllowed(f"method: allowed are {self._allow}"), {"allow": self._allow})
         try:
-            caller = identity_of(scope, self._gate.access)
-            handler = self._methods.get(scope["method"])
-            if handler is None:
-                return problem(MethodNotAllowed(f"method: allowed are {self._allow}"), {"allow": self._allow})
-            if self._gate.stopping.is_set():
-                return problem(Unavailable("the server is stopping", retry_after_ms=1000))
-            with self._gate.requests.hold(caller.uri):
-                return await handler(Call(self._gate, caller, scope, receive))
+            return await handler(call)
         except Refusal as refusal:
             return problem(refusal)
-        except (ClientGone, asyncio.CancelledError):
+        except ClientGone:
             raise
         except Exception:
-            log.exception("a request failed: %s %s", scope["method"], scope.get("route_name", "resource"))
+            log.exception("a request failed")
             return problem(InternalError("the server failed; nothing is known about the request's effect"))
 
 
@@ -222,15 +225,21 @@ async def unknown_resource(_: Any, error: Exception) -> Response:
 
 
 async def _send(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Raises ``ClientGone`` for a client that doesn't take its response."""
     body = bytes(response.body)
-    if len(body) <= PIECE:
-        await response(scope, receive, send)
-        return
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    for at in range(0, len(body), PIECE):
-        more = at + PIECE < len(body)
-        await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": more})
-        await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(WRITE_SECONDS) as limit:
+            if len(body) <= PIECE:
+                await response(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+            for at in range(0, len(body), PIECE):
+                limit.reschedule(asyncio.get_running_loop().time() + WRITE_SECONDS)
+                more = at + PIECE < len(body)
+                await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": more})
+                await asyncio.sleep(0)
+    except TimeoutError:
+        raise ClientGone from None
 
 
 def _accepts(accept: str, media_type: str) -> bool:

@@ -9,12 +9,14 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
+from sdcp_mono.core.messages import Assignment
 from sdcp_mono.core.names import normalise_base
 from sdcp_mono.core.problems import Forbidden, Malformed, NotAssigned
 
@@ -34,6 +36,11 @@ def normalise(uri: str) -> str:
         return normalise_base(uri)
     except Malformed:
         return uri
+
+
+def normalised(assignment: Assignment) -> Assignment:
+    """With its base URIs in their one spelling, so that roles may compare them as they are."""
+    return structs.replace(assignment, drafter=normalise(assignment.drafter), verifier=normalise(assignment.verifier))
 
 
 class Access(Struct, frozen=True):
@@ -121,6 +128,11 @@ def identity_of(scope: Mapping[str, Any], access: Access) -> Identity:
 def uris_of(der: bytes) -> tuple[str, ...]:
     """The normalised URI SANs of a certificate."""
     return _read(der)[0]
+
+
+def expiry_of(cert: Path) -> float:
+    """When the first certificate of a PEM file ends, in seconds since 1970; 0 where there is none."""
+    return _read(cert.read_text())[2]
 
 
 @lru_cache(CACHED)

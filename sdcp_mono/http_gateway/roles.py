@@ -12,7 +12,7 @@ from sdcp_mono.core.messages import Assignment, Event, Role, Status
 from sdcp_mono.core.ports import DrafterPort, RouterPort
 from sdcp_mono.core.problems import Forbidden, Malformed
 from sdcp_mono.http_gateway.exchange import Call, empty
-from sdcp_mono.http_gateway.identity import normalise
+from sdcp_mono.http_gateway.identity import normalise, normalised
 from sdcp_mono.http_gateway.server import Resources
 
 NAMES: Final = 4096  # instance names remembered with their owners; the router knows no more instances anyway
@@ -28,7 +28,7 @@ class DrafterResources:
 
     async def assign(self, call: Call) -> Response:
         call.gate.access.router(call.caller)
-        await self._port.assign(await call.message(Assignment, call.gate.limits.prompt_body))
+        await self._port.assign(normalised(await call.message(Assignment, call.gate.limits.prompt_body)))
         return empty()
 
 

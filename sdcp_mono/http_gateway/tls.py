@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
-from sdcp_mono.http_gateway.identity import uris_of
+from sdcp_mono.http_gateway.identity import expiry_of, uris_of
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ class ReloadingContext(ssl.SSLContext):
     connections: Connections
     failures: int
     reloads: int
+    expires: float  # the end of the certificate in use, seconds since 1970: for a gauge
 
     @classmethod
     def of(cls, files: PemFiles, connections: Connections) -> ReloadingContext:
@@ -166,6 +167,7 @@ class ReloadingContext(ssl.SSLContext):
         context._files = files
         context._stamp = Stamp(files)
         context._current = server_context(files)
+        context.expires = expiry_of(files.cert)
         context._lock = threading.Lock()
         context.connections = connections
         context.failures = context.reloads = 0
@@ -193,6 +195,7 @@ class ReloadingContext(ssl.SSLContext):
         try:
             if self._stamp.changed():
                 self._current = server_context(self._files)
+                self.expires = expiry_of(self._files.cert)
                 self.reloads += 1
                 log.info("the gateway uses the certificate that is now in %s", self._files.cert)
         except OSError as error:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import structs
 from starlette.responses import Response
 
 from sdcp_mono.core import cbor
@@ -15,6 +16,7 @@ from sdcp_mono.core.names import format_session
 from sdcp_mono.core.ports import ModelCard, VerifierPort
 from sdcp_mono.core.problems import Forbidden, Malformed, StaleEpoch, UnknownSession
 from sdcp_mono.http_gateway.exchange import CBOR, Call, empty, octets, reply
+from sdcp_mono.http_gateway.identity import normalise, normalised
 from sdcp_mono.http_gateway.limits import GatewayLimits, Rates
 from sdcp_mono.http_gateway.server import Resources
 
@@ -83,7 +85,7 @@ class VerifierResources:
         call.gate.access.router(call.caller)
         message = await call.message(Assignment, call.gate.limits.prompt_body)
         _same_session(call, message.session)
-        return reply(await self._port.assign(message))
+        return reply(await self._port.assign(normalised(message)))
 
     async def policy(self, call: Call) -> Response:
         call.gate.access.router(call.caller)
@@ -102,6 +104,7 @@ class VerifierResources:
         self._drafters.take(call.caller.uri)
         message = await call.message(Proposal)
         self._sessions.take(message.session)
+        message = structs.replace(message, drafter=normalise(message.drafter))  # AMB-040
         return reply(await self._port.propose(message, call.caller.uri))
 
     async def decline(self, call: Call) -> Response:
@@ -111,6 +114,7 @@ class VerifierResources:
         message = await call.message(Decline)
         _same_session(call, message.session)
         self._sessions.take(message.session)
+        message = structs.replace(message, drafter=normalise(message.drafter))
         return reply(await self._port.decline(message, call.caller.uri))
 
     async def output(self, call: Call) -> Response:

@@ -12,7 +12,6 @@ import torch
 from sdcp_mono.kernels import native
 from sdcp_mono.runners import fused
 from sdcp_mono.runners.decoder import Decoder
-from sdcp_mono.runners.hf import HfDecoder
 
 Engine = Literal["auto", "fused", "hf"]
 
@@ -33,16 +32,17 @@ def load_decoder(
         why = "the kernels were not built" if known else "its architecture isn't one the fused pass knows"
         raise ValueError(f"engine: {folder.name} can't be run fused: {why}; use engine auto")
     threads = threads or native.default_threads()
-    if native.available():
+    if known and engine != "hf" and native.available():
         torch.set_num_threads(1)  # the kernels have a pool of their own; two busy pools fight for the cores
+        return fused.FusedDecoder.from_pretrained(folder, weights, threads, progress)
+    from sdcp_mono.runners.hf import HfDecoder  # transformers takes seconds and memory: only where it is needed
+
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    if native.available():
+        torch.set_num_threads(1)
         native.set_threads(threads)
-        if known and engine != "hf":
-            return fused.FusedDecoder.from_pretrained(folder, weights, threads, progress)
-        dtype = torch.float32 if weights == "float32" else torch.bfloat16
         return HfDecoder.load(folder, dtype=dtype, pack=weights)
     torch.set_num_threads(threads)
     if weights in ("int8", "int4"):
-        return HfDecoder.load(folder, dtype=torch.bfloat16, pack=weights)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    return HfDecoder.load(folder, dtype=dtype, device=device)
+        return HfDecoder.load(folder, dtype=dtype, pack=weights)
+    return HfDecoder.load(folder, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -159,7 +159,7 @@ class Work:
         if bad("accepted counts"):
             emitted = [*message["tokens"][: verdict["accepted"]], *emitted[-1:]]
         self.tokens += emitted[:-1] if bad("the additional token is forgotten") else emitted
-        self.truth = (len(self.tokens), self.digest()) if bad("verdict.digest unchecked") else (
+        self.truth = (len(self.tokens), self.digest()) if bad("verdict.digest unchecked") or bad("accepted counts") else (
             verdict["committed"], verdict["digest"])  # fmt: skip
         if bad("rejected state kept") and verdict["accepted"] < len(message["tokens"]):
             self.junk += 1

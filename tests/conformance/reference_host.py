@@ -31,7 +31,7 @@ class Refuse(Exception):
 
 
 class Host:
-    """``bug`` is the one thing this instance does wrong; empty: nothing. ``asked`` are the bugs the code knows."""
+    """``bug`` is the one thing this instance does wrong; empty: nothing."""
 
     def __init__(self, bug: str = "") -> None:
         self.bug = bug
@@ -48,6 +48,8 @@ class Host:
         except Defect as defect:
             status: str | int = "sdcp-bad-contract" if defect.contract else 422 if self.bad("malformed is 422") else 400
             return self.problem(Refuse(status, detail=str(defect)))
+        except (LookupError, TypeError, ValueError) as error:  # what a bug leads to, as in any server
+            return self.problem(Refuse(500, detail=repr(error)))
         if answer is not None and not self.bad("cacheable"):
             return Response(answer.status, {**answer.headers, "cache-control": "no-store"}, answer.body)
         return answer

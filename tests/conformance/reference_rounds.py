@@ -104,7 +104,7 @@ async def rows(host: Verifier, session: Session, message: dict[str, Any]) -> lis
 
 def accept(host: Verifier, session: Session, tokens: list[int], q: list[list[float]]) -> tuple[int, list[int]]:
     """Step 7 without truncation: a, and the tokens of the round."""
-    bad, prefix, round_ = host.bad, session.tokens, session.round + 1
+    bad, prefix = host.bad, session.tokens
     if session.contract["rule"] == 2 and q:
         return sample(host, session, tokens, q)
     best = [host.best(session, [*prefix, *tokens[:i]]) for i in range(len(tokens) + 1)]
@@ -122,7 +122,7 @@ def accept(host: Verifier, session: Session, tokens: list[int], q: list[list[flo
     kept = [*tokens[:accepted], extra]
     if bad("no additional token") and accepted:
         kept = kept[:-1]
-    session.junk = tokens if bad("rejected tokens stay") and accepted < len(tokens) and round_ else []
+    session.junk = tokens if bad("rejected tokens stay") and accepted < len(tokens) else []
     return accepted, kept
 
 

@@ -411,7 +411,9 @@ class Verifier(Host):
         return session.contract.get("sampling", {}) if chosen is None else session.policies[chosen]
 
     def last(self, session: Session, tokens: list[int]) -> int:
-        return (session.prompt + session.junk + tokens)[-1] if session.junk and not tokens else ([*session.prompt, *tokens])[-1]
+        if session.junk and len(tokens) == len(session.tokens):
+            return session.junk[-1]
+        return [*session.prompt, *tokens][-1]
 
     def best(self, session: Session, tokens: list[int]) -> int:
         row = logits(self.last(session, tokens))

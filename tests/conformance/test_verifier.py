@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from reference_verifier import Verifier
+from verifier_mutants import MUTANTS
 
 from sdcp_mono.conformance import Finding, Options, examine
 from sdcp_mono.conformance.http2 import Server, context
@@ -53,3 +54,15 @@ def test_the_reference_passes_every_check(certificates: Path) -> None:
     findings = asyncio.run(against(certificates))
     assert [(f.check.id, f.seen) for f in findings if f.verdict is not Verdict.PASS] == []
     assert len(findings) == len(CHECKS["verifier"])
+
+
+def test_every_check_has_a_mutant() -> None:
+    killed = {id_ for ids in MUTANTS.values() for id_ in ids.split()}
+    assert killed == {check.id for check in CHECKS["verifier"]}
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_verifier_that_is_wrong_fails_its_check(certificates: Path, bug: str) -> None:
+    expected = MUTANTS[bug].split()
+    findings = asyncio.run(against(certificates, bug, frozenset(expected)))
+    assert {f.check.id: f.verdict.value for f in findings} == dict.fromkeys(expected, "fail"), findings

@@ -129,3 +129,19 @@ def test_the_certificate_is_read_in_both_shapes(kit: Any) -> None:
     pem = (kit.directory / "router.pem").read_text()
     for tls in ({"client_cert_chain": [pem]}, {"client_cert": ssl.PEM_cert_to_DER_cert(pem)}):
         assert identity_of({"extensions": {"tls": tls}}, Access.of()).uri == kit.BASES["router"]
+
+
+def test_amb_040_messages_name_drafters_in_any_spelling(kit: Any) -> None:
+    async def test(site: Any) -> None:
+        opened = await site.curl("router", "POST", "/verifier/sessions", kit.opening())
+        loud = "HTTPS://127.0.0.1:8443/drafter"
+        assignment = kit.assignment(opened.cbor, drafter=loud, verifier="https://V:443/x")
+        told = await site.curl("router", "PUT", f"/verifier/sessions/{kit.path}/drafter", assignment)
+        verdict = await site.curl("drafter", "POST", "/verifier/proposals", kit.proposal(told.cbor, (5,), drafter=loud))
+        assert verdict.status == 200
+        assert (await site.curl("drafter", "GET", f"/verifier/sessions/{kit.path}/output")).status == 200
+        await site.curl("router", "POST", "/drafter/assignments", assignment)
+        heard = site.drafter.assignments[0]
+        assert (heard.drafter, heard.verifier) == (kit.BASES["drafter"], "https://v/x/")
+
+    kit.run(test)

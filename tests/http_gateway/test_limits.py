@@ -163,3 +163,22 @@ def test_a_body_budget_over_all_callers(kit: Any) -> None:
             assert (await wire.request("PUT", f"{path}b", b"y" * 800)).status == 201
 
     kit.run(test, limits=GatewayLimits(bodies=1000))
+
+
+def test_a_client_that_stops_reading_holds_nothing_up(kit: Any) -> None:
+    """It asks for 8 MiB, never reads, and keeps its connection open: others are served and the gateway stops."""
+
+    async def both() -> None:
+        async with kit.site() as site:
+            await site.objects.put("mlc://local/-/blob/big", bytes(8 * 2**20))
+            connection = kit.Wire.connect(site.gateway.port, site.files("verifier"))
+            wire = await connection.__aenter__()
+            wire.task.cancel()  # nobody reads from here on
+            wire.h2.increment_flow_control_window(2**30)
+            stream = await wire.start("GET", "/mlc/-/blob/big", end=True)
+            wire.h2.increment_flow_control_window(2**30, stream)
+            await wire.flush()
+            assert (await site.curl("router", "GET", "/verifier/")).status == 200
+        await connection.__aexit__(None, None, None)
+
+    asyncio.run(asyncio.wait_for(both(), 2 * kit.WAIT_S))

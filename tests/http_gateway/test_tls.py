@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from sdcp_mono.http_gateway import tls as gateway_tls
@@ -188,6 +189,8 @@ def test_c_46_certificates_reload_without_restart(kit: Any, strangers: Any, tmp_
             mounted.publish(("ca.pem", old.ca), ("gateway.pem", new.cert), ("gateway-key.pem", new.key))
             assert await serial(site) == der(new.cert)
             assert (site.gateway.context.failures, site.gateway.context.reloads) == (1, 1)
+            end = x509.load_pem_x509_certificate(new.cert.read_bytes()).not_valid_after_utc
+            assert site.gateway.context.expires == end.timestamp()
             rogue = strangers("rogue", rogue=True)
             ca, key = certs.make_ca(dt.datetime.now(dt.UTC))
             other = certs.save(
