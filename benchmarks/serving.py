@@ -90,14 +90,21 @@ class Bench:
 
     def request(self, ids: tuple[int, ...], **changes: Any) -> GenerateRequest:
         base = GenerateRequest(
-            prompt=ids, max_new=self.tokens, stop=tuple(self.loaded.folder.eos_ids), rule=Rule.GREEDY, sampling=Sampling()
+            prompt=ids,
+            max_new=self.tokens,
+            stop=tuple(self.loaded.folder.eos_ids),
+            rule=Rule.GREEDY,
+            sampling=Sampling(),
         )
         return structs.replace(base, **changes)
 
     def speculation(self) -> dict[str, Any]:
         """Plain decoding and default drafting, prompt by prompt, at temperature 0 and 1."""
         runs: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
-        modes = {"greedy": {}, "sampled": {"rule": Rule.SPECULATIVE_SAMPLING, "sampling": Sampling(temperature_milli=1000)}}
+        modes = {
+            "greedy": {},
+            "sampled": {"rule": Rule.SPECULATIVE_SAMPLING, "sampling": Sampling(temperature_milli=1000)},
+        }
         for repetition in range(self.repeat):
             for prompt in track(self.prompts, f"speculation, repetition {repetition + 1}"):
                 for name, drafted in (("plain", False), ("default", True)):
@@ -137,7 +144,11 @@ class Bench:
             for prompt in members:
                 chosen = sorted(runs[mode, name, prompt["id"]], key=lambda run: run.seconds)
                 median = chosen[len(chosen) // 2]
-                seconds, tokens, rounds = seconds + median.seconds, tokens + median.tokens - 1, rounds + len(median.rounds) - 1
+                seconds, tokens, rounds = (
+                    seconds + median.seconds,
+                    tokens + median.tokens - 1,
+                    rounds + len(median.rounds) - 1,
+                )
             row[name] = tokens / seconds
             row[f"{name}_tokens_per_round"] = tokens / max(rounds, 1)
         row["ratio"] = row["default"] / row["plain"]
@@ -227,15 +238,26 @@ def startup() -> dict[str, float]:
             urllib.request.urlopen(request).read()
             first = time.perf_counter() - started
             status = Path(f"/proc/{process.pid}/status").read_text()
-            resident = {line.split()[0].rstrip(":"): int(line.split()[1]) for line in status.splitlines() if line.startswith("Rss")}
+            resident = {
+                line.split()[0].rstrip(":"): int(line.split()[1])
+                for line in status.splitlines()
+                if line.startswith("Rss")
+            }
         finally:
             process.terminate()
             process.wait(30)
-    return {"first_token_s": first, "rss_anon_mb": resident["RssAnon"] / 1024, "rss_file_mb": resident["RssFile"] / 1024}
+    return {
+        "first_token_s": first,
+        "rss_anon_mb": resident["RssAnon"] / 1024,
+        "rss_file_mb": resident["RssFile"] / 1024,
+    }
 
 
 def machine() -> str:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     flags = Path("/proc/cpuinfo").read_text()
     isa = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags), "")
     import os
@@ -261,7 +283,9 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"| {name} | {ms:.2f} | {ms / base:.2f} |" for name, ms in verification.items()]
     lines += ["", "| sessions | default tokens/s | plain tokens/s |", "|---|---|---|"]
     for count in (1, 4, 16):
-        lines.append(f"| {count} | {result['sessions'][f'default {count}']:.0f} | {result['sessions'][f'plain {count}']:.0f} |")
+        lines.append(
+            f"| {count} | {result['sessions'][f'default {count}']:.0f} | {result['sessions'][f'plain {count}']:.0f} |"
+        )
     hf, start, ms = result["transformers"], result["startup"], result["speculation"]["round_ms"]
     lines += [
         "",

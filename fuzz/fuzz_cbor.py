@@ -170,7 +170,9 @@ def request(data: bytes) -> None:
         sent.append(event)
 
     loop.run_until_complete(app(scope, receive, send))
-    assert sent, "no answer"
+    if not sent:
+        assert mark % 7 == 0, "no answer although the client is still there"
+        return
     status = sent[0]["status"]
     told = dict(sent[0]["headers"])
     content = b"".join(event.get("body", b"") for event in sent[1:])
@@ -218,7 +220,7 @@ def seeds() -> dict[str, bytes]:
         encoded = cbor.encode(body)
         made[f"message-{index}"] = bytes([0, index]) + encoded
         for route in range(len(ROUTES)):
-            made[f"request-{route}-{index}"] = bytes([3, route, 0, 0, 10, 0]) + encoded
+            made[f"request-{route}-{index}"] = bytes([3, route, 0, 0, 10, 3]) + encoded
     record = messages.CommitRecord(epoch=1, round=1, emitted=(1,), committed=1, digest=DIGEST)
     made["records"] = b"\x01" + cbor.encode_record(record) + cbor.encode_record(messages.FenceRecord(epoch=2))
     document, _ = problems.render(StaleBase("base", STATE))

@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 models = typer.Typer(help="Fetch, convert and identify models.", no_args_is_help=True)
 app.add_typer(models, name="model")
+certificates = typer.Typer(help="Certificates for development.", no_args_is_help=True)
+app.add_typer(certificates, name="certs")
 out = Console()
 err = Console(stderr=True)
 
@@ -50,6 +52,8 @@ def serve(
     draft: DraftOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the OpenAI API.")] = None,
+    gateway_port: Annotated[int | None, typer.Option(help="Port of the SDCP gateway (HTTP/2, mutual TLS).")] = None,
+    gateway: Annotated[bool | None, typer.Option(help="Serve the roles to others as well.")] = None,
     data: DataOption = None,
     dtype: DtypeOption = None,
 ) -> None:
@@ -59,7 +63,10 @@ def serve(
     """
     from sdcp_mono import compose  # torch loads in seconds: only when it is needed
 
-    settings = _settings(model=model, draft=draft, host=host, port=port, data_dir=data, dtype=dtype)
+    settings = _settings(
+        model=model, draft=draft, host=host, port=port, data_dir=data, dtype=dtype, gateway=gateway,
+        gateway_port=gateway_port,
+    )  # fmt: skip
     with _failures(), _progress(settings) as progress:
         compose.serve(settings, progress, lambda url: err.print(f"[bold]sdcp-mono[/] answers at [cyan]{url}/v1[/]"))
 
@@ -141,6 +148,21 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}  {size:,} bytes" for name, size in value.items())
     return str(value)
+
+
+@certificates.command("init")
+def certs_init(
+    directory: Annotated[Path, typer.Argument(help="Where to write; existing good ones are kept.")],
+    host: Annotated[list[str] | None, typer.Option(help="Host names and addresses; repeatable.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the gateway, as the roles' base URIs name it.")] = 8443,
+) -> None:
+    """Make a development CA and one certificate for each role, keys readable by you alone."""
+    from sdcp_mono import certs
+
+    with _failures():
+        roles = certs.base_uris(port, *(host or ())[:1])
+        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles)
+    out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
 
 
 @app.command()

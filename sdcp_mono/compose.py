@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -21,18 +22,31 @@ import uvicorn
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from sdcp_mono import certs
 from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.row_source import LocalRows
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
-from sdcp_mono.core import cbor
 from sdcp_mono.core.engine import Engine, Limits
-from sdcp_mono.core.names import MlcUri
-from sdcp_mono.core.ports import DraftModel, DraftRequest, ModelCard, ScoreRequest, TargetModel
-from sdcp_mono.core.problems import Refusal, Unavailable, Unprocessable
+from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.ports import (
+    DrafterPort,
+    DraftModel,
+    DraftRequest,
+    ModelCard,
+    ScoreRequest,
+    TargetModel,
+    VerifierPort,
+)
 from sdcp_mono.core.routing import Router
 from sdcp_mono.frontend import terminal
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
+from sdcp_mono.http_gateway.identity import Access
+from sdcp_mono.http_gateway.mlc import MlcResources
+from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs
+from sdcp_mono.http_gateway.roles import DrafterResources, RouterResources
+from sdcp_mono.http_gateway.server import Gateway, serve_gateway
+from sdcp_mono.http_gateway.verifier import VerifierResources
 from sdcp_mono.models.identity import ModelFolder
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
@@ -47,8 +61,6 @@ from sdcp_mono.telemetry.metrics import RoleMetrics
 Progress = Callable[[str, int, int], None]
 
 AUTHORITY: Final = "local"
-VERIFIER: Final = "local://verifier/"  # base URIs of roles that are objects of this process
-DRAFTER: Final = "local://drafter/"
 OBJECT_BYTES: Final = 256 * 2**20  # draft rows of 32 sessions, M = 8, V = 49,152 are 50 MB; vocabularies grow
 SWITCH_SECONDS: Final = 0.0005  # a busy Python thread otherwise adds 5 ms to every turn of the event loop
 
@@ -135,40 +147,33 @@ def _load_drafts(
 
 
 class Node:
-    """Router, verifier, drafter and cache as objects of one process."""
+    """Router, verifier, drafter and cache as objects of one process; ``gateway`` also serves them to others."""
 
-    def __init__(self, loaded: Loaded, registry: CollectorRegistry) -> None:
+    def __init__(self, loaded: Loaded, registry: CollectorRegistry, *, gateway: bool = False) -> None:
         settings, card = loaded.settings, loaded.card
-        self.loaded = loaded
+        self._settings = settings
+        self._gateway = gateway
         self._stack = AsyncExitStack()
-        draft_names = tuple(model.name for model, _ in loaded.drafts)
-        observer = RoleMetrics(registry, ("target", *draft_names), settings.m_max)
+        self._bases = bases = certs.base_uris(settings.gateway_port)
+        observer = RoleMetrics(registry, ("target", *(model.name for model, _ in loaded.drafts)), settings.m_max)
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        self._log = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
-        objects = MemoryObjects(OBJECT_BYTES)
-        rows = LocalRows(objects, AUTHORITY, card.vocab_size)
-
-        async def tokens(uri: str, scope: bytes | None) -> tuple[int, ...]:
-            """Token ids behind a cache-ref (AMB-037, AMB-038)."""
-            if MlcUri.parse(uri).authority != AUTHORITY:
-                raise Unprocessable("cache-ref: not a cache this verifier trusts")
-            value = await objects.get(uri, scope)
-            if value is None:
-                raise Unavailable("cache-ref: the object is absent", retry_after_ms=1000)
-            try:
-                return cbor.decode_value(value if isinstance(value, bytes) else value.to_bytes(), tuple[int, ...])
-            except Refusal as refusal:
-                raise Unprocessable(f"cache-ref: {refusal.detail}") from None
-
-        engine = Engine(card, Limits(sessions=2 * settings.max_sessions), trusted=frozenset({DRAFTER}))
+        self._sqlite = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
+        self._objects = MemoryObjects(OBJECT_BYTES)
+        caches = Caches({}, self._objects, authority=AUTHORITY, own_base=bases["mlc"])
+        self._log = Logs(self._sqlite, caches)
+        rows = HttpRows(
+            caches, card.vocab_size, partial(_rows_from_bytes, card.vocab_size),
+            local=LocalRows(self._objects, AUTHORITY, card.vocab_size),
+        )  # fmt: skip
+        trusted = frozenset({bases["drafter"], *map(normalise_base, settings.trusted_drafters)})
+        self._engine = engine = Engine(card, Limits(sessions=2 * settings.max_sessions), trusted)
         terms = Terms(
             m_max=settings.m_max, m_init=min(settings.m_init, settings.m_max), low_ratio=settings.low_ratio,
             active=settings.max_sessions, queue=settings.max_queue, wait_seconds=settings.queue_seconds,
         )  # fmt: skip
-        verifiers: dict[str, Any] = {}
-        drafters: dict[str, Any] = {}
-        machine = Router(trusted=frozenset({DRAFTER}))
-        self.serving = RouterRole(machine, card, verifiers, drafters, self._log, objects, terms)
+        verifiers: dict[str, VerifierPort] = {}
+        drafters: dict[str, DrafterPort] = {}
+        self.serving = RouterRole(Router(trusted=trusted), card, verifiers, drafters, self._log, self._objects, terms)
 
         def running() -> int:
             return sum(s.ended is None for s in engine.sessions.values())
@@ -177,8 +182,8 @@ class Node:
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
             rows=lambda request: len(request.tokens) + 1,
         )  # fmt: skip
-        self._verifier = verifiers[VERIFIER] = Verifier(
-            VERIFIER, engine, loaded.target, score, self._log, rows, self.serving, tokens, observer,
+        self._verifier = verifiers[bases["verifier"]] = Verifier(
+            bases["verifier"], engine, loaded.target, score, self._log, rows, self.serving, caches.tokens, observer,
         )  # fmt: skip
         self._drafter: Drafter | None = None
         if loaded.drafts:
@@ -189,13 +194,15 @@ class Node:
                     rows=lambda request: request.m,
                 )  # fmt: skip
                 sources.append(Source(model, batcher))
-            self._drafter = drafters[DRAFTER] = Drafter(
-                DRAFTER, sources, verifiers, rows, self.serving, tokens, m_fixed=settings.m_fixed
+            self._drafter = drafters[bases["drafter"]] = Drafter(
+                bases["drafter"], sources, verifiers, rows, self.serving, caches.tokens, m_fixed=settings.m_fixed
             )
 
     async def __aenter__(self) -> Self:
         # Stopped in reverse order: whoever calls goes before whoever is called.
-        self._stack.callback(self._log.close)
+        self._stack.callback(self._sqlite.close)
+        if self._gateway:
+            await self._stack.enter_async_context(self._served())
         self._verifier.start()
         self._stack.push_async_callback(self._verifier.stop)
         if self._drafter is not None:
@@ -210,6 +217,33 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def _served(self) -> AbstractAsyncContextManager[Gateway]:
+        """The gateway in front of the roles, with development certificates that are made on first start."""
+        settings, bases = self._settings, self._bases
+        directory = settings.certs_dir or settings.data_dir / "certs"
+        if settings.certs_dir is None:
+            certs.init(directory, roles=bases)
+        resources = {
+            "/verifier/": VerifierResources(self._verifier, self._engine.card, self._engine.drafter_of).resources,
+            "/router/": RouterResources(self.serving).resources,
+            "/mlc/": MlcResources(self._objects, self._sqlite, AUTHORITY).resources,
+        }
+        if self._drafter is not None:
+            resources["/drafter/"] = DrafterResources(self._drafter).resources
+        access = Access.of(routers=(bases["router"],), verifiers=(bases["verifier"],), frontends=(bases["frontend"],))
+        return serve_gateway(
+            host=settings.gateway_host, port=settings.gateway_port, files=certs.files(directory, certs.GATEWAY),
+            access=access, roles=resources,
+        )  # fmt: skip
+
+
+def _rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:
+    from sdcp_mono.runners.rows import QRows
+
+    rows = QRows.from_bytes(data, len(tokens), vocab_size)
+    rows.check(tokens, vocab_size)
+    return rows
 
 
 async def generate(loaded: Loaded, wish: terminal.Wish, view: terminal.View) -> terminal.Result:
@@ -259,7 +293,7 @@ async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], 
         server.should_exit = True
         await serving
         raise
-    async with Node(loaded, registry) as node:
+    async with Node(loaded, registry, gateway=settings.gateway) as node:
         app.attach(node.serving, loaded.tokenizer)
         port = server.servers[0].sockets[0].getsockname()[1]
         ready(f"http://{settings.host}:{port}")

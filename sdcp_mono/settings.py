@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
-from pydantic_settings import TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 
 def _data_dir() -> Path:
@@ -28,6 +33,15 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=_data_dir, description="Models, commit log and caches live here.")
     host: str = Field("127.0.0.1", description="Address of the OpenAI API; it has no authentication of its own.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 lets the system choose.")
+    gateway: bool = Field(True, description="Serve the roles to others over HTTP/2, TLS 1.3 and SDCP's CBOR.")
+    gateway_host: str = Field("127.0.0.1", description="Address of the SDCP gateway.")
+    gateway_port: int = Field(8443, ge=1, le=65535, description="Port of the gateway; part of the roles' base URIs.")
+    certs_dir: Path | None = Field(
+        None, description="ca.pem, gateway.pem, gateway-key.pem. None: a development CA made under the data folder."
+    )
+    trusted_drafters: tuple[str, ...] = Field(
+        (), description="Base URIs of drafters that rule 2 may use, trusted like the verifier (section 9)."
+    )
     draft: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Drafters in order: none, ngram, quantized, model:DIR. Empty: the best that ships."
     )

@@ -22,6 +22,14 @@ from sdcp_mono.conformance.kit import Failed, Options, Skipped, expect
 M_MAX: Final = 8
 MAX_NEW: Final = 96  # enough for the longest check; prompt and output fit the smallest context in use
 PATIENCE: Final = 8  # answers 429 and 503 to one request before it counts as refused
+# Prompts to choose from; ids of frequent words in many tokenizers, taken modulo the vocabulary.
+PROMPTS: Final = (
+    (5, 9, 17, 33),
+    (504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767),
+    (464, 2068, 7586, 21831, 18045, 625, 262),
+    tuple(37 * i * i + 11 for i in range(1, 25)),
+)
+VARIED_IN, VARIED = 12, 6  # this many different tokens among the first ones are varied enough
 OUTPUT_SECONDS: Final = 15.0  # for tokens that a verifier decodes by itself
 CLOSING_ROUNDS: Final = 2 * MAX_NEW  # proposals to end a session where DELETE is not offered
 
@@ -134,12 +142,9 @@ class Bench:
     cache: Cache | None
     prefix: str = "mlc://local/"
     untrusted: bool = False
+    prompt: list[int] = field(default_factory=list)
     learnt: Learnt = field(default_factory=lambda: Learnt())
     opened: list[Session] = field(default_factory=list)
-
-    @property
-    def prompt(self) -> list[int]:
-        return [token % self.card.vocab_size for token in (5, 9, 17, 33)]
 
     def need_other(self) -> Peer:
         if self.other is None:
@@ -206,7 +211,8 @@ class Bench:
 
     async def gone(self, session: bytes) -> None:
         """Expect that no session of this id exists."""
-        answer = await self.send(self.router, "GET", f"sessions/{wire.session_path(session)}/output?from=0")
+        path = f"sessions/{wire.session_path(session)}/output?from=0"
+        answer = await self.send(self.router, "GET", path, None, {"prefer": "wait=0"})
         expect(answer.status == 404, f"a session exists after the refusal: GET output answered {told(answer)}")
 
     async def greedy(self, count: int) -> list[int]:
@@ -220,6 +226,30 @@ class Bench:
                 guess = (learnt.tokens or self.prompt)[-1:] * M_MAX
                 learnt.tokens += (await learnt.learner.verdict(guess))["emitted"]
         return learnt.tokens[:count]
+
+    async def choose_prompt(self) -> None:
+        """Take the prompt whose continuation varies most; where one token repeats, checks can't see a shift by one.
+
+        A verifier that can't serve them gets the first prompt; its checks will tell what is wrong.
+        """
+        best, variety = (self._prompt(PROMPTS[0]), Learnt()), 0
+        for candidate in PROMPTS:
+            self.prompt, self.learnt = self._prompt(candidate), Learnt()
+            try:
+                known = len(set(await self.greedy(VARIED_IN)))
+            except Exception:
+                break
+            finally:
+                if self.learnt.learner is not None:
+                    self.opened.append(self.learnt.learner)
+            if known > variety:
+                best, variety = (self.prompt, self.learnt), known
+            if known >= VARIED:
+                break
+        self.prompt, self.learnt = best
+
+    def _prompt(self, candidate: Sequence[int]) -> list[int]:
+        return [token % self.card.vocab_size for token in candidate]
 
     @asynccontextmanager
     async def workplace(self) -> AsyncIterator[Bench]:
@@ -440,10 +470,9 @@ async def bench(options: Options) -> AsyncIterator[Bench]:
         options.untrusted,
     )
     try:
+        await made.choose_prompt()
         yield made
     finally:
-        if made.learnt.learner is not None:
-            made.opened.append(made.learnt.learner)
         await made.close()
         for who in (made.router, made.drafter, made.other):
             if who is not None:

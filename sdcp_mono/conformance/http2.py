@@ -69,7 +69,7 @@ class _Connection(asyncio.Protocol):
         self.streams: dict[int, _Stream] = {}
         self.names: frozenset[str] = frozenset()
         self.closed = False
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.running: dict[int, asyncio.Task[None]] = {}  # answers under way at a server, by stream
         self._serve = serve
         self._room = asyncio.Event()  # a flow-control window has grown
 
@@ -124,6 +124,8 @@ class _Connection(asyncio.Protocol):
                     self._ended(event.stream_id)
             case h2.events.StreamReset():
                 self._room.set()
+                if (answering := self.running.get(event.stream_id or 0)) is not None:
+                    answering.cancel()
                 reset = self.streams.pop(event.stream_id or 0, None)
                 if reset is not None and reset.ended is not None and not reset.ended.done():
                     if reset.headers and event.error_code == 0:  # an early answer, then RST_STREAM(NO_ERROR)
@@ -268,8 +270,8 @@ class Server:
 
     def _begin(self, connection: _Connection, stream_id: int, stream: _Stream) -> None:
         task = asyncio.create_task(self._answer(connection, stream_id, stream))
-        connection.tasks.add(task)
-        task.add_done_callback(connection.tasks.discard)
+        connection.running[stream_id] = task
+        task.add_done_callback(lambda _: connection.running.pop(stream_id, None))
 
     async def _answer(self, connection: _Connection, stream_id: int, stream: _Stream) -> None:
         fields = stream.headers
@@ -293,7 +295,7 @@ class Server:
             return  # the client has given the request up
 
     async def stop(self) -> None:
-        tasks = [task for connection in self._connections for task in connection.tasks]
+        tasks = [task for connection in self._connections for task in connection.running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -70,7 +70,7 @@ class Options:
     vocab_size: int | None = None
     context: int | None = None
     trigger: str | None = None  # URL of an OpenAI completions endpoint whose requests the router serves
-    listen: str = "127.0.0.1:0"  # where the roles that the kit plays are served
+    listen: str = ""  # HOST:PORT where the roles that the kit plays are served; empty: where verifier.pem says
     untrusted: bool = False  # the identity of drafter-b.pem is not trusted like the verifier (section 9)
     only: frozenset[str] = frozenset()  # ids to run; empty: all
 

@@ -82,7 +82,7 @@ def conformance(
     vocab_size: int | None = None,
     context: int | None = None,
     trigger: str | None = None,
-    listen: str = "127.0.0.1:0",
+    listen: str = "",
     untrusted: bool = False,
     only: Sequence[str] = (),
     as_json: bool = False,

@@ -65,6 +65,7 @@ class Arrival:
 
     def __init__(self, request: Request, message: wire.Message) -> None:
         self.request, self.message = request, message
+        self.gone = False  # the drafter has given this request up
         self.response: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
 
     def answer(self, response: Response | None) -> None:
@@ -112,11 +113,14 @@ class Play:
 
     async def silent(self, seconds: float) -> bool:
         """Whether no proposal comes for a while."""
+        return await self.another(seconds) is None
+
+    async def another(self, seconds: float) -> Arrival | None:
+        """The next proposal; None if none comes."""
         try:
-            await asyncio.wait_for(self.arrivals.get(), seconds)
+            return await asyncio.wait_for(self.arrivals.get(), seconds)
         except TimeoutError:
-            return True
-        return False
+            return None
 
     def commit(self, arrival: Arrival, accepted: int, extra: int, **changes: Any) -> wire.Message:
         """Commit a round of the proposal; answers the verdict that says so."""
@@ -150,6 +154,9 @@ class Play:
             return await asyncio.wait_for(arrival.response, ANSWER_SECONDS)
         except TimeoutError:
             return refuse(503)
+        except asyncio.CancelledError:
+            arrival.gone = True
+            raise
 
     def output(self, from_: int) -> Response:
         self.reads += 1

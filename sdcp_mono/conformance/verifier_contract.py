@@ -188,6 +188,8 @@ async def n_counts_output(bench: Bench) -> str:
     session = await bench.open()
     verdict = await session.verdict(await session.wrong(1))
     expect(verdict["committed"] == len(verdict["emitted"]) == 1, f"committed {verdict['committed']} after one token")
+    committed = wire.decode((await session.assign()).body)["committed"]
+    expect(committed == 1, f"session-state.committed {committed} after one token")
     return f"committed 1 after one token, prompt of {len(bench.prompt)}"
 
 

@@ -241,6 +241,7 @@ async def _self_decoding(
 async def self_decode(bench: Bench) -> str:
     session = await _self_decoding(bench)
     await session.until(3)
+    expect(len(session.tokens) >= 3, f"{len(session.tokens)} tokens")
     expect(session.tokens == await bench.greedy(len(session.tokens)), f"self-decoded {session.tokens}")
     return "the verifier goes on by itself, with the greedy tokens"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from sdcp_mono.conformance import wire
 from sdcp_mono.conformance.bench import Bench, anonymous, outdated, refused, rejected, told
@@ -12,8 +12,6 @@ from sdcp_mono.conformance.kit import Level, Skipped, Table, expect
 
 MUST, SHOULD, DECISION = Level.MUST, Level.SHOULD, Level.DECISION
 table = Table()
-
-REFUSED: Final = "refused"
 
 
 @table("SDCP-042", MUST, "5.1", "HTTP/2 over TLS 1.3 only")
@@ -161,7 +159,7 @@ async def ids_in_paths(bench: Bench) -> str:
     good = wire.session_path(session.id)
     stray = good[:-1] + chr(ord(good[-1]) + 1)
     for bad in (good + "==", good[:-1], good + "A", "++++++++++++++++++++++", stray):
-        answer = await bench.send(bench.router, "GET", f"sessions/{bad}/output?from=0")
+        answer = await bench.send(bench.router, "GET", f"sessions/{bad}/output?from=0", None, {"prefer": "wait=0"})
         rejected(answer, (400, 404), f"id {bad}")
     expect((await session.get()).status == 200, "the right id was not found")
     return "padding, 21 and 23 characters, another alphabet and stray bits refused"

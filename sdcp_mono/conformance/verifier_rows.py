@@ -42,11 +42,14 @@ async def _rows(session: Session, rows: Sequence[Mapping[int, float]]) -> str:
     return await session.bench.need_cache().put("rows", body, session.contract["scope"])
 
 
-def _half(token: int, zeros: Sequence[int], vocab_size: int) -> dict[int, float]:
-    """A row under which ``token`` is accepted with probability 1/2 and the residual lies on ``zeros``."""
-    rest = vocab_size - 1 - len(zeros)
-    mass = (1 - 2 / vocab_size) / rest
-    return {-1: mass, token: 2 / vocab_size, **dict.fromkeys(zeros, 0.0)}
+def _row(token: int, zeros: Sequence[int], vocab_size: int, times: float) -> dict[int, float]:
+    """A row under which ``token`` is accepted with probability 1/``times``, and the residual lies on ``zeros``.
+
+    The other tokens get a little more than 1/V each, as long as ``times`` is less than the number of zeros.
+    """
+    mass = times / vocab_size
+    rest = (1 - mass) / (vocab_size - 1 - len(zeros))
+    return {-1: rest, token: mass, **dict.fromkeys(zeros, 0.0)}
 
 
 def _zeros(token: int, vocab_size: int) -> list[int]:
@@ -59,7 +62,7 @@ async def _predicted(session: Session, m: int) -> tuple[wire.Message, range, Seq
     v, seed = session.bench.card.vocab_size, session.contract["sampling"]["seed"]
     tokens = [(3 + 8 * i) % v for i in range(m)]
     support = [_zeros(token, v) for token in tokens]
-    q_rows = await _rows(session, [_half(token, zeros, v) for token, zeros in zip(tokens, support, strict=True)])
+    q_rows = await _rows(session, [_row(token, zeros, v, 2) for token, zeros in zip(tokens, support, strict=True)])
 
     def draw(i: int, purpose: int) -> float:
         return wire.uniform(seed, session.id, session.round + 1, i + 1, purpose)
@@ -199,7 +202,7 @@ async def residual(bench: Bench) -> str:
     session = await _open(bench, {"temperature_milli": UNIFORM})
     v, drawn = bench.card.vocab_size, []
     zeros = _zeros(7 % v, v)
-    for row in ({7 % v: 1.0}, _half(7 % v, zeros, v)) * 4:
+    for row in [{7 % v: 1.0}] * 2 + [_row(7 % v, zeros, v, len(zeros) / 2)] * 6:
         verdict = await session.verdict([7 % v], q_rows=await _rows(session, [row]))
         if verdict["accepted"] == 0:
             drawn.append(verdict["emitted"][0])

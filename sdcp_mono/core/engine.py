@@ -151,6 +151,11 @@ class Engine:
     def assign(self, assignment: Assignment, waiter: Waiter, at: Moment) -> Effects:
         return self._session(assignment.session).assign(assignment, waiter, at)
 
+    def drafter_of(self, session: SessionId) -> str | None:
+        """The drafter that may propose for a session now; None if nobody may, or there is no such session."""
+        known = self.sessions.get(session)
+        return None if known is None or known.assignment is None or known.released else known.assignment.drafter
+
     def policy(self, policy: Policy) -> SessionState:
         return self._session(policy.session).policy(policy)
 

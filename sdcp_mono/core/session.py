@@ -249,7 +249,7 @@ class Session:
     ) -> Effects:
         """Step 7: apply the rule, truncate, and ask for the append that will release the verdict."""
         flight = self._current(ticket)
-        if flight is None:
+        if flight is None or flight.pending is not None:  # decided already: one draw, one record
             return []
         tokens = () if flight.proposal is None else flight.proposal.tokens
         if not isinstance(rows, ScoreFailure) and len(rows) != len(tokens) + 1:

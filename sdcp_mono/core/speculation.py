@@ -108,20 +108,29 @@ class RoundCost(Struct, frozen=True):
         return RoundCost(mean_s - slope * mean_m, slope, weight, mean_m, mean_s, var_m, cov)
 
 
-def pace(alpha: float, draft_seconds_per_token: float, cost: RoundCost, limit: int) -> int:
+class Pace(Struct, frozen=True):
+    """What a drafter would do next round: propose ``m`` tokens, committing ``rate`` tokens per second."""
+
+    m: int
+    rate: float
+
+
+def pace(alpha: float, draft_seconds_per_token: float, cost: RoundCost, limit: int) -> Pace:
     """The M in 0..limit with the most committed tokens per second; 0 where not drafting is clearly faster.
 
-    The rule of 6.2 with a verification time that grows with M, and with the choice not to draft at all.
+    The rule of 6.2 with a verification time that grows with M, and with the choice not to draft at all. While no round
+    was timed, M is small and the rate counts a pass as one second.
     """
     if cost.seconds(limit) <= 0.0:
-        return min(limit, UNKNOWN_M)
-    best, best_rate = 0, 0.0
+        m = min(limit, UNKNOWN_M)
+        return Pace(m, sum(alpha**i for i in range(m + 1)))
+    best = Pace(0, 0.0)
     tokens, power = 0.0, 1.0
     for m in range(limit + 1):
         tokens += power
         power *= alpha
         seconds = m * draft_seconds_per_token + cost.seconds(m)
         rate = tokens / max(seconds, _TIE) * (1.0 if m else 1.0 / PLAIN_MARGIN)
-        if rate > best_rate * (1 + _TIE):
-            best, best_rate = m, rate
+        if rate > best.rate * (1 + _TIE):
+            best = Pace(m, rate)
     return best

@@ -41,7 +41,9 @@ M = TypeVar("M", bound=Message)
 CBOR: Final = "application/sdcp+cbor"
 OCTETS: Final = "application/octet-stream"
 PIECE: Final = 2**16  # octets of a response handed to the server at once, so that other streams get their turn
-WRITE_SECONDS: Final = 30.0  # for one piece; a client that doesn't read holds the response in memory
+# For one piece of a response: a client that doesn't read holds memory, and anycorn never finishes a response whose
+# connection has ended meanwhile.
+WRITE_SECONDS: Final = 10.0
 
 
 class ClientGone(Exception):

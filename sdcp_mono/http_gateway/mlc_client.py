@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from msgspec import structs
+
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
 from sdcp_mono.core.names import MlcUri, normalise_base
 from sdcp_mono.core.ports import (
     AppendOutcome,
     ByteSource,
+    CommitLog,
     Lease,
     LogAppend,
     ObjectMeta,
@@ -26,7 +29,7 @@ from sdcp_mono.core.ports import (
 )
 from sdcp_mono.core.problems import Conflict, Malformed, Refusal, TooLarge, Unavailable, UnknownSession, Unprocessable
 from sdcp_mono.http_gateway.exchange import OCTETS
-from sdcp_mono.http_gateway.mlc import SEQUENCE
+from sdcp_mono.http_gateway.mlc import LOG, SEQUENCE
 from sdcp_mono.http_gateway.peer import Peer
 from sdcp_mono.http_gateway.problems import PreconditionFailed, PreconditionRequired
 
@@ -189,12 +192,16 @@ class Caches:
         local = self.local(uri)
         if local is not None and self._own is not None:
             return await self._own.get(local, scope)
+        if (client := self.trusted(uri)) is None:
+            raise Unprocessable("cache-ref: not a cache that is trusted here")
+        return await client.get(uri, scope, limit=limit, seconds=seconds)
+
+    def trusted(self, uri: str) -> MlcClient | None:
+        """The client for a reference to a trusted MLC: its base, and nothing but scope, kind and name after it."""
         for base, client in self._trusted.items():
             if uri.startswith(base):
-                if uri != base + _split(uri)[0]:
-                    break  # something else than scope, kind and name follows
-                return await client.get(uri, scope, limit=limit, seconds=seconds)
-        raise Unprocessable("cache-ref: not a cache that is trusted here")
+                return client if uri == base + _split(uri)[0] else None
+        return None
 
     async def tokens(self, uri: str, scope: bytes | None) -> tuple[int, ...]:
         """A ``TokenFetcher``: the token ids behind a reference (AMB-037, AMB-038)."""
@@ -208,6 +215,59 @@ class Caches:
             return cbor.decode_value(value if isinstance(value, bytes) else value.to_bytes(), tuple[int, ...])
         except Refusal as refusal:
             raise Unprocessable(f"cache-ref: {refusal.detail}") from None
+
+
+class Logs:
+    """``CommitLog`` by reference: a log of this process's own MLC under its one name, a trusted one over HTTP.
+
+    A foreign router names our logs by their https form; without this the store would hold them under two names. Any
+    other reference is ``Unprocessable``: the verifier would write where nobody can fence it.
+    """
+
+    def __init__(self, own: CommitLog, caches: Caches) -> None:
+        self._own = own
+        self._caches = caches
+
+    async def create(self, log: str) -> None:
+        store, name = self._find(log)
+        await store.create(name)
+
+    async def append(self, appends: Sequence[LogAppend]) -> Sequence[AppendOutcome]:
+        """Those of one store in one call, so that rounds of our own store still share a transaction."""
+        outcomes: list[AppendOutcome] = ["unknown"] * len(appends)
+        groups: dict[int, list[int]] = {}
+        found = [self._find(append.log) for append in appends]
+        for index, (store, _) in enumerate(found):
+            groups.setdefault(id(store), []).append(index)
+        for indices in groups.values():
+            store = found[indices[0]][0]
+            batch = [structs.replace(appends[i], log=found[i][1]) for i in indices]
+            for i, outcome in zip(indices, await store.append(batch), strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    async def fence(self, log: str, epoch: int) -> bool:
+        store, name = self._find(log)
+        return await store.fence(name, epoch)
+
+    async def read(self, log: str, from_: int = 0) -> Sequence[CommitRecord | FenceRecord]:
+        store, name = self._find(log)
+        return await store.read(name, from_)
+
+    async def drop(self, log: str) -> None:
+        store, name = self._find(log)
+        await store.drop(name)
+
+    def _find(self, log: str) -> tuple[CommitLog, str]:
+        if (name := self._caches.local(log)) is not None:
+            found: tuple[CommitLog, str] = self._own, name
+        elif (client := self._caches.trusted(log)) is not None:
+            found = client, log
+        else:
+            raise Unprocessable("commit_log: not a cache that is trusted here")
+        if MlcUri.parse(f"mlc://x/{_split(log)[0]}").kind != LOG:
+            raise Unprocessable("commit_log: not the name of a log")
+        return found
 
 
 class RowsFromBytes(Protocol):
@@ -297,4 +357,4 @@ def _split(uri: str) -> tuple[str, bytes | None]:
     return "/".join(tail), name.scope
 
 
-__all__ = ["Caches", "HttpRows", "MlcClient", "RowsFromBytes"]
+__all__ = ["Caches", "HttpRows", "Logs", "MlcClient", "RowsFromBytes"]

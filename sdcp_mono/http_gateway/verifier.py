@@ -15,7 +15,7 @@ from sdcp_mono.core.messages import Assignment, Decline, Policy, Proposal, Sessi
 from sdcp_mono.core.names import format_session
 from sdcp_mono.core.ports import ModelCard, VerifierPort
 from sdcp_mono.core.problems import Forbidden, Malformed, StaleEpoch, UnknownSession
-from sdcp_mono.http_gateway.exchange import CBOR, Call, empty, octets, reply
+from sdcp_mono.http_gateway.exchange import CBOR, Call, ClientGone, empty, octets, reply
 from sdcp_mono.http_gateway.identity import normalise, normalised
 from sdcp_mono.http_gateway.limits import GatewayLimits, Rates
 from sdcp_mono.http_gateway.server import Resources
@@ -133,9 +133,12 @@ class VerifierResources:
     async def _poll(self, call: Call, session: SessionId, from_: int, wait_ms: int) -> Response:
         """Wait for output, but not for a client that has left or a server that stops."""
         answer = asyncio.ensure_future(self._port.output(session, from_, wait_ms=wait_ms))
-        others = {asyncio.ensure_future(call.gone()), asyncio.ensure_future(call.gate.stopping.wait())}
+        gone, stopping = asyncio.ensure_future(call.gone()), asyncio.ensure_future(call.gate.stopping.wait())
+        others = (gone, stopping)
         try:
             await asyncio.wait({answer, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientGone
             if not answer.done():
                 return reply(await self._port.output(session, from_, wait_ms=0))
             return reply(answer.result())

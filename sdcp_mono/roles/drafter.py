@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_newer
-from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, Status
+from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, Status, Verdict
 from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, RowSource, VerifierPort
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
-from sdcp_mono.core.speculation import Acceptance, RoundCost, pace
+from sdcp_mono.core.speculation import Acceptance, Pace, RoundCost, pace
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.tasks import Tasks, repeat
 from sdcp_mono.roles.verifier import STATUS_TTL_MS, TokenFetcher
@@ -55,10 +55,11 @@ class Work(Struct):
     declined: int = 0
     rows_uri: str = ""  # of the proposal under way
     source: str = ""  # that drafted it
+    shadows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # what instant sources would have proposed
 
 
 class Drafter:
-    """Implements ``DrafterPort``. ``sources`` are asked in order; the first that has something to propose is used."""
+    """Implements ``DrafterPort``. ``sources``: the one that promises most drafts a round; in doubt the first."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class Drafter:
             verdict = await verifier.propose(proposal, self.base)
         if step is Next.DRAFT:  # how long a repeated one took says nothing
             self._cost = self._cost.after(len(proposal.tokens), time.perf_counter() - started)
-        self._learn(work, len(proposal.tokens), verdict.accepted)
+        self._learn(work, len(proposal.tokens), verdict)
         return rules.verdict(verdict)
 
     async def _prepare(self, work: Work) -> Proposal | None:
@@ -215,36 +216,55 @@ class Drafter:
             uri, work.rows_uri = work.rows_uri, ""
             await self._rows.release(uri)
 
-    def _learn(self, work: Work, m: int, accepted: int) -> None:
-        accepted = min(accepted, m)
+    def _learn(self, work: Work, m: int, verdict: Verdict) -> None:
+        accepted = min(verdict.accepted, m)
         work.acceptance[work.source] = work.acceptance.get(work.source, Acceptance()).after(accepted, m)
         work.faults.pop(work.source, None)
         self._ratio = self._ratio.after(accepted, m)
+        for name, tokens in work.shadows.items():
+            judged = tuple(zip(tokens, verdict.emitted, strict=False))
+            right = next((i for i, (a, b) in enumerate(judged) if a != b), len(judged))
+            if judged:
+                work.acceptance[name] = work.acceptance.get(name, Acceptance()).after(right, len(judged))
 
     def _fault(self, work: Work, source: str) -> None:
         work.faults[source] = work.faults.get(source, 0) + 1
 
     async def _draft(self, work: Work) -> Draft:
-        """From the first source with something to propose; each gets the M that pays for it.
+        """The draft that promises the most committed tokens per second.
 
-        A source that fails has nothing to propose: no drafter may stop a session (SDCP-002).
+        An instant source is asked whatever it promises: its draft costs nothing, and comparing it with what is
+        committed keeps its estimate true while others are used. A source that fails has nothing to propose: no drafter
+        may stop a session (SDCP-002).
         """
+        offers: list[tuple[float, Source, int, Draft | None]] = []
+        work.shadows.clear()
         for source in self._sources:
-            work.source = source.model.name
-            m = 0 if work.faults.get(work.source, 0) >= MAX_FAULTS else self._choose(work, source)
-            if m == 0:
-                continue
-            try:
-                draft = await self._ask(source, self._request(work.rules, m))
-            except Exception:
-                log.exception("drafter %s failed", work.source)
-                self._fault(work, work.source)
-                continue
+            plan = self._pace(work, source)
+            draft = await self._try(work, source, plan.m) if source.batcher is None else None
+            if draft is not None and draft.tokens:
+                work.shadows[source.model.name] = draft.tokens
+            if plan.m and (draft is None or draft.tokens):
+                offers.append((plan.rate, source, plan.m, draft))
+        for _, source, m, ready in sorted(offers, key=lambda offer: -offer[0]):
+            draft = ready or await self._try(work, source, m)
             if draft.tokens:
-                work.declined = 0
+                work.source, work.declined = source.model.name, 0
+                work.shadows.pop(work.source, None)
                 return draft
         work.declined += 1
         return Draft(())
+
+    async def _try(self, work: Work, source: Source, m: int) -> Draft:
+        name = source.model.name
+        if not m or work.faults.get(name, 0) >= MAX_FAULTS:
+            return Draft(())
+        try:
+            return await self._ask(source, self._request(work.rules, m))
+        except Exception:
+            log.exception("drafter %s failed", name)
+            self._fault(work, name)
+            return Draft(())
 
     async def _ask(self, source: Source, request: DraftRequest) -> Draft:
         if source.batcher is None:
@@ -269,23 +289,25 @@ class Drafter:
             round=rules.round + 1,
         )
 
-    def _choose(self, work: Work, source: Source) -> int:
-        """M for this source (6.2), 0 where drafting costs more than it gains.
+    def _pace(self, work: Work, source: Source) -> Pace:
+        """M for this source (6.2) and what it promises; M = 0 where drafting costs more than it gains.
 
         A seeded session's output depends on where its rounds are cut, so there M follows from its own history alone,
         never from measured time.
         """
         rules = work.rules
-        if self._m_fixed is not None:
-            return min(self._m_fixed, rules.limit)
         alpha = work.acceptance.get(source.model.name, Acceptance()).alpha
-        if contracts.sampling_of(rules.assignment.contract).seed is not UNSET:
-            return max(1, pace(alpha, 0.0 if source.batcher is None else NOMINAL_DRAFT, NOMINAL, rules.limit))
-        m = pace(alpha, source.seconds_per_token, self._cost, rules.limit)
-        if m == 0 and work.declined >= PROBE_ROUNDS:
+        seeded = contracts.sampling_of(rules.assignment.contract).seed is not UNSET
+        if seeded:
+            plan = pace(alpha, 0.0 if source.batcher is None else NOMINAL_DRAFT, NOMINAL, rules.limit)
+        else:
+            plan = pace(alpha, source.seconds_per_token, self._cost, rules.limit)
+        if self._m_fixed is not None:
+            return Pace(min(self._m_fixed, rules.limit), plan.rate)
+        if plan.m == 0 and (seeded or source.batcher is None or work.declined >= PROBE_ROUNDS):
             work.declined = 0
-            return 1
-        return m
+            return Pace(1, plan.rate)
+        return plan
 
     def _release(self, session: SessionId) -> None:
         for source in self._sources:

@@ -6,6 +6,7 @@ To the front end it is ``Serving``, to the other roles ``RouterPort``. The order
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -17,6 +18,7 @@ from msgspec import UNSET, Struct, field
 
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import Action, Contract, Event, Role, SessionId, SessionOpen, Status
+from sdcp_mono.core.names import MlcUri
 from sdcp_mono.core.ports import (
     Chunk,
     CommitLog,
@@ -32,6 +34,9 @@ from sdcp_mono.core.routing import Assign, Ended, Fence, Inform, Open, ReadRecor
 from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
+
+SCOPE: Final = hashlib.sha256(b"sdcp-mono front end").digest()[:16]
+"""Cache scope of this front end's sessions: they share the KV of equal prefixes, other scopes' don't (section 9)."""
 
 TICK_SECONDS: Final = 0.25
 ROOM_RETRY_SECONDS: Final = 0.5  # how often a request that fits no verifier looks again if nothing ended meanwhile
@@ -146,7 +151,7 @@ class RouterRole:
             if self._slots.locked() and self._waiting >= self.terms.queue:
                 raise TooManyRequests("the queue is full", retry_after_ms=1000)
             # A log belongs to one attempt: a later identical request starts another.
-            active = _Active(session, f"mlc://local/{session.hex()}/log/{secrets.token_hex(16)}")
+            active = _Active(session, str(MlcUri("local", SCOPE, "log", secrets.token_hex(16))))
             self._active[session] = active
             self._waiting += 1
             active.opening = self._tasks.start(self._admit(active, request))
@@ -212,7 +217,7 @@ class RouterRole:
             fallback=(*(int(entry) for entry in terms.fallback), *[int(Action.SELF_DECODE)] * more),
             self_load=terms.self_load,
             self_max=self_max,
-            scope=active.session,
+            scope=SCOPE,
         )
         return SessionOpen(
             session=active.session, epoch=1, contract=contract, prompt=request.prompt, commit_log=active.commit_log
@@ -269,7 +274,7 @@ class RouterRole:
             case ReadRecords():
                 records = await self._log.read(step.log)
                 tokens = [token for record in records for token in getattr(record, "emitted", ())]
-                uri = f"mlc://local/{step.session.hex()}/tokens/{secrets.token_hex(16)}"
+                uri = str(MlcUri("local", SCOPE, "tokens", secrets.token_hex(16)))
                 await self._objects.put(uri, cbor.encode_value(tokens), ttl_ms=TOKENS_TTL_MS)
                 self._carry_out(self.machine.records(step.session, records, uri, _now_ms()))
             case SendPolicy():

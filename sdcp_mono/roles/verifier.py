@@ -161,7 +161,7 @@ class Verifier:
             committed = await self._tokens(opening.resume.committed_tokens, scope)
             records = tuple(await self._log.read(opening.commit_log))
         try:
-            await self._admit(opening.session, len(prompt) + opening.contract.max_new)
+            await self._admit(opening.session, len(prompt) + opening.contract.max_new, scope)
             if opening.resume is UNSET:
                 await self._log.create(opening.commit_log)
             material = Opening(opening, prompt, committed, records)
@@ -175,9 +175,9 @@ class Verifier:
         self._count_sessions()
         return state
 
-    async def _admit(self, session: SessionId, tokens: int) -> None:
+    async def _admit(self, session: SessionId, tokens: int, scope: bytes | None) -> None:
         try:
-            admitted = await self._batcher.call(partial(self._model.admit, session, tokens))
+            admitted = await self._batcher.call(partial(self._model.admit, session, tokens, scope=scope))
         except ValueError as error:
             raise Unprocessable(f"max_new: {error}") from None
         if not admitted:

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sdcp_mono import certs  # noqa: E402
+from sdcp_mono import certs
 
 BASE = "https://127.0.0.1:9/"  # identities are names, nobody connects to them
 

@@ -93,9 +93,9 @@ class Work:
     async def run(self) -> None:
         bad = self.host.bad
         while True:
-            if (len(self.tokens), self.digest()) != self.truth and not bad("no resynchronisation"):
-                if not await self.resync():
-                    return
+            behind = (len(self.tokens), self.digest()) != self.truth and not bad("no resynchronisation")
+            if behind and not await self.resync():
+                return
             if bad("base from the assignment"):
                 self.truth = (self.assignment["committed"], self.assignment["digest"])
             message = self.proposal()
@@ -158,9 +158,10 @@ class Work:
         emitted = verdict["emitted"]
         if bad("accepted counts"):
             emitted = [*message["tokens"][: verdict["accepted"]], *emitted[-1:]]
-        self.tokens += emitted[:-1] if bad("the additional token is forgotten") else emitted
-        self.truth = (len(self.tokens), self.digest()) if bad("verdict.digest unchecked") or bad("accepted counts") else (
-            verdict["committed"], verdict["digest"])  # fmt: skip
+        self.tokens += emitted
+        self.truth = (verdict["committed"], verdict["digest"])
+        if bad("verdict.digest unchecked") or bad("accepted counts"):
+            self.truth = (len(self.tokens), self.digest())
         if bad("rejected state kept") and verdict["accepted"] < len(message["tokens"]):
             self.junk += 1
         goes_on = [0, 1]

@@ -65,7 +65,8 @@ class Router(Host):
         return self.reply({}, 200) if self.bad("200 with a body") else Response(204)
 
     def event(self, request: Request, caller: str) -> Response:
-        if self.identities.get(caller) != 2 and not any(map(self.bad, ("anyone sends events", "no certificate needed"))):
+        anyone = self.bad("anyone sends events") or self.bad("no certificate needed")
+        if self.identities.get(caller) != 2 and not anyone:
             raise Refuse(403)
         message = self.read(request)
         wrong = fault(message, EVENT, tuple(EVENT) if self.bad("event unchecked") else ())
@@ -103,10 +104,10 @@ class Line:
     def __init__(self, router: Router) -> None:
         self.router, self.id, self.epoch = router, secrets.token_bytes(16), 2 if router.bad("epoch 2") else 1
         self.contract = {
-            "target": b"t" * 32, "tokenizer": b"k" * 32, "rule": 1, "m_max": 0 if router.bad("m_max 0") else 8, "max_new": 8,
-            "stop": [2], "low_rounds": 3, "fallback": [2, 5], "drafters": [b"e" if router.bad("unlisted") else b"d"],
+            "target": b"t" * 32, "tokenizer": b"k" * 32, "rule": 1, "m_max": 0 if router.bad("m_max 0") else 8,
+            "max_new": 8, "stop": [2], "low_rounds": 3, "fallback": [2, 5],
+            "drafters": [(b"e" if router.bad("unlisted") else b"d") * 32],
         }  # fmt: skip
-        self.contract["drafters"] = [bytes(self.contract["drafters"][0]) * 32]  # type: ignore[index]
         self.verifier = self.drafter = ""
         self.wishes: asyncio.Queue[str] = asyncio.Queue()
         self.over = False
@@ -141,9 +142,9 @@ class Line:
                 resume = {"round": 0, "committed": 0, "digest": bytes(32) if bad("resume at nothing") else first,
                           "committed_tokens": "mlc://local/-/tokens/1"}  # fmt: skip
                 await self.assign(await self.open(resume))
-            elif self.drafter not in [i.base for i in self.router.alive(1)] and not bad("dead drafters kept"):
-                if self.router.alive(1):
-                    await self.assign(state, avoid=self.drafter)
+            drafters = [i.base for i in self.router.alive(1)]
+            if drafters and self.drafter not in drafters and not bad("dead drafters kept"):
+                await self.assign(state, avoid=self.drafter)
             with suppress(NoAnswer):
                 self.over |= (await self.output())["final"]
         return True
@@ -153,7 +154,9 @@ class Line:
                                    "commit_log": "mlc://local/-/log/" + self.id.hex()}  # fmt: skip
         if self.router.bad("no commit log"):
             del message["commit_log"]
-        return await self.router.post("POST", self.verifier + "sessions", message | ({"resume": resume} if resume else {}))
+        if resume:
+            message["resume"] = resume
+        return await self.router.post("POST", self.verifier + "sessions", message)
 
     async def assign(self, state: dict[str, Any], avoid: str = "") -> None:
         bad = self.router.bad
@@ -170,7 +173,7 @@ class Line:
         }  # fmt: skip
         if bad("assignment without m_init"):
             del message["m_init"]
-        path = urlsplit_id(self.id)
+        path = session_path(self.id)
         if bad("the drafter first"):
             await self.router.post("POST", self.drafter + "assignments", message)
         answer = await self.router.post("PUT", f"{self.verifier}sessions/{path}/drafter", message)
@@ -180,14 +183,14 @@ class Line:
             await self.router.post("POST", self.drafter + "assignments", message)
 
     async def output(self) -> Any:
-        url = f"{self.verifier}sessions/{urlsplit_id(self.id)}/output?from=0"
+        url = f"{self.verifier}sessions/{session_path(self.id)}/output?from=0"
         answer = await self.router.client.request("GET", url)
         if answer.status != 200:
             raise NoAnswer(str(answer.status))
         return Reader(answer.body).whole()
 
 
-def urlsplit_id(session: bytes) -> str:
+def session_path(session: bytes) -> str:
     return urlsafe_b64encode(session).decode().rstrip("=")
 
 

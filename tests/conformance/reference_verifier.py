@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import math
-import random
-import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from reference_host import CBOR, Host, Refuse
+from reference_host import CBOR, Refuse
+from reference_model import Model, V
 from reference_octets import (
-    ASSIGNMENT, CONTRACT, OPEN, POLICY, PROPOSAL, RESUME, SAMPLING, STATUS, Defect, encode, fault, is_reference, sha, u32,
-)  # fmt: skip
+    ASSIGNMENT,
+    CONTRACT,
+    OPEN,
+    POLICY,
+    PROPOSAL,
+    RESUME,
+    SAMPLING,
+    STATUS,
+    Defect,
+    Reader,
+    encode,
+    fault,
+    sha,
+    u32,
+)
+from reference_rounds import steps
 
 from sdcp_mono.conformance.http2 import Request, Response
 
-V, CONTEXT = 64, 4096
+CONTEXT = 4096
 TARGET, TOKENIZER = sha(b"reference target"), sha(b"reference tokenizer")
 CONTINUE, REDUCE, SWITCH, SELF, FINISH, FAIL = range(6)
-
-
-def logits(last: int) -> list[float]:
-    """The toy target: the next token depends on the last one only."""
-    best = (last * 5 + 3) % V
-    return [4.0 if x == best else ((x * 7 + last) % 11) / 8 for x in range(V)]
 
 
 class Session:
@@ -46,14 +50,13 @@ class Session:
         self.junk: list[int] = []
 
 
-class Verifier(Host):
+class Verifier(Model):
     def __init__(self, bug: str = "", *, routers: set[str], drafters: set[str], trusted: set[str]) -> None:
         super().__init__(bug)
         self.routers, self.drafters, self.trusted = routers, drafters, trusted
         self.sessions: dict[bytes, Session] = {}
         self.objects: dict[str, bytes] = {}
         self.logs: dict[str, list[dict[str, Any]]] = {}
-        self.random = random.Random(1)
 
     # ---- resources -------------------------------------------------------------------------------
 
@@ -163,8 +166,6 @@ class Verifier(Host):
         body = self.objects.get(reference.removeprefix("mlc://local/"))
         if body is None:
             raise Refuse(503)
-        from reference_octets import Reader
-
         return list(Reader(body).whole())
 
     async def open(self, request: Request) -> Response:
@@ -195,8 +196,6 @@ class Verifier(Host):
             self.resume(session, message["resume"])
         if len(session.tokens) >= contract["max_new"] and not self.bad("max_new 0 runs"):
             session.ended = FINISH
-        if any(map(self.bad, ("the first token is special",))):
-            session.tokens.append(0)
         self.sessions[session.id] = session
         state = self.state(session)
         if self.bad("epoch not echoed"):
@@ -224,7 +223,8 @@ class Verifier(Host):
         tokens = self.tokens_at(resume["committed_tokens"])
         for token in tokens:
             session.digests.append(sha(session.digests[-1], u32(token)))
-        if (len(tokens), session.digests[-1]) != (resume["committed"], resume["digest"]) and not self.bad("resume trusted"):
+        fits = (len(tokens), session.digests[-1]) == (resume["committed"], resume["digest"])
+        if not fits and not self.bad("resume trusted"):
             raise Refuse(422)
         session.tokens, session.round = tokens, 0 if self.bad("rounds restart") else resume["round"]
 
@@ -349,8 +349,6 @@ class Verifier(Host):
         tokens = session.tokens[max(0, start - 1 if self.bad("from is 1-based") else start) :]
         if self.bad("nothing new is 404") and not tokens and not session.ended:
             raise Refuse(404)
-        if self.bad("an unstable index") and self.random.random() < 0.5:
-            tokens = tokens[1:]
         final = bool(session.ended) and not (self.bad("final without tokens") and tokens)
         output: dict[str, Any] = {"session": session.id, "epoch": session.epoch, "from": start, "tokens": tokens,
                                   "final": final}  # fmt: skip
@@ -393,61 +391,13 @@ class Verifier(Host):
         if message["epoch"] != session.epoch and not self.bad("any epoch proposes"):
             raise Refuse("sdcp-stale-epoch")
         if self.bad("no lock"):
-            return await self.steps(session, message)
+            return await steps(self, session, message)
         if session.lock.locked() and self.bad("no waiting for a round in flight"):
             raise Refuse("sdcp-stale-base")
         async with session.lock:
-            return await self.steps(session, message)
+            return await steps(self, session, message)
 
-    async def steps(self, session: Session, message: dict[str, Any]) -> Response:
-        from reference_rounds import steps
-
-        return await steps(self, session, message)
-
-    # ---- the model -------------------------------------------------------------------------------
-
-    def profile(self, session: Session, round_: int) -> dict[str, int]:
-        chosen = max((n for n in session.policies if n <= round_), default=None)
-        return session.contract.get("sampling", {}) if chosen is None else session.policies[chosen]
-
-    def last(self, session: Session, tokens: list[int]) -> int:
-        if session.junk and len(tokens) == len(session.tokens):
-            return session.junk[-1]
-        return [*session.prompt, *tokens][-1]
-
-    def best(self, session: Session, tokens: list[int]) -> int:
-        row = logits(self.last(session, tokens))
-        return row.index(max(row))
-
-    def p(self, session: Session, tokens: list[int], profile: dict[str, int]) -> list[float]:
-        row = logits(self.last(session, tokens))
-        temperature = profile.get("temperature_milli", 1000) / 1000
-        if self.bad("temperature 0 is 1") and temperature == 0:
-            temperature = 1.0
-        if temperature == 0:
-            return [float(x == row.index(max(row))) for x in range(V)]
-        weights = [math.exp((x - max(row)) / temperature) for x in row]
-        order = sorted(range(V), key=lambda x: (-weights[x], x))
-        if (k := profile.get("top_k", 0)) and not self.bad("top_k ignored"):
-            weights = [w if x in order[:k] else 0.0 for x, w in enumerate(weights)]
-        limit, kept, mass = profile.get("top_p_milli", 1000) / 1000 * sum(weights), set[int](), 0.0
-        for x in order:
-            kept.add(x)
-            mass += weights[x]
-            if mass >= limit:
-                break
-        total = sum(weights[x] for x in kept)
-        return [weights[x] / total if x in kept else 0.0 for x in range(V)]
-
-    def uniform(self, session: Session, round_: int, i: int, purpose: int) -> float:
-        if self.bad("constant draws"):
-            return 0.25
-        seed = self.profile(session, round_).get("seed")
-        if seed is None or self.bad("the seed is ignored"):
-            return self.random.random() if seed is not None else random.SystemRandom().random()
-        i = i - 1 if self.bad("i from 0") else i
-        text = b"SDCP-VERIFY-1\0" + session.id + struct.pack(">IIB", round_, i, purpose)
-        return (int.from_bytes(hmac.new(seed.to_bytes(8, "big"), text, hashlib.sha256).digest()[:8], "big") >> 11) / 2**53
+    # ---- commits -------------------------------------------------------------------------------
 
     def commit_self(self, session: Session, token: int) -> None:
         session.round += 1
@@ -483,8 +433,6 @@ class Verifier(Host):
             if request.method == "POST":
                 if request.headers.get("if-match") != tag:
                     raise Refuse(412)
-                from reference_octets import Reader
-
                 records.append(Reader(request.body).whole())
                 return Response(204)
             return Response(200, {"etag": tag, "content-type": "application/cbor-seq"}, b"".join(map(encode, records)))
@@ -495,5 +443,3 @@ class Verifier(Host):
             raise Refuse(404)
         return Response(200, {}, self.objects[name])
 
-
-__all__ = ["CONTEXT", "TARGET", "TOKENIZER", "V", "Session", "Verifier", "is_reference"]

@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from mutants import ROUTER as MUTANTS
 from reference_router import Router, front_end
 
 from sdcp_mono.conformance import Finding, Options, examine
@@ -47,3 +48,29 @@ def test_the_reference_passes_every_check(certificates: Path) -> None:
     findings = asyncio.run(against(certificates))
     assert [(f.check.id, f.seen) for f in findings if f.verdict is not Verdict.PASS] == []
     assert len(findings) == len(CHECKS["router"])
+
+
+@pytest.fixture(scope="module")
+def findings(certificates: Path) -> dict[str, list[Finding]]:
+    """Of every mutant, some at once: most of the time is silence that is waited for."""
+
+    async def one(bug: str, slots: asyncio.Semaphore) -> tuple[str, list[Finding]]:
+        async with slots:
+            return bug, await against(certificates, bug, frozenset(MUTANTS[bug].split()))
+
+    async def all_of_them() -> dict[str, list[Finding]]:
+        slots = asyncio.Semaphore(8)
+        return dict(await asyncio.gather(*(one(bug, slots) for bug in MUTANTS)))
+
+    return asyncio.run(all_of_them())
+
+
+def test_every_check_has_a_mutant() -> None:
+    killed = {id_ for ids in MUTANTS.values() for id_ in ids.split()}
+    assert killed == {check.id for check in CHECKS["router"]}
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_router_that_is_wrong_fails_its_check(findings: dict[str, list[Finding]], bug: str) -> None:
+    seen = {f.check.id: f.verdict.value for f in findings[bug]}
+    assert seen == dict.fromkeys(MUTANTS[bug].split(), "fail"), findings[bug]

@@ -112,14 +112,14 @@ def test_sdcp_066_estimates_stay_in_range(rounds: list[tuple[int, int]]) -> None
 @pytest.mark.vectors("m_rule")
 def test_sdcp_092_pace_is_the_m_rule_or_not_drafting(case: dict[str, Any]) -> None:
     """With a verification time that does not depend on M; M = 0 is one token in t_v seconds."""
-    chosen = pace(case["alpha"], case["t_d"], RoundCost(base=case["t_v"]), case["limit"])
+    chosen = pace(case["alpha"], case["t_d"], RoundCost(base=case["t_v"]), case["limit"]).m
     plain = 1 / case["t_v"] / PLAIN_MARGIN
     assert chosen == (case["M"] if max(case["objective"]) > plain else 0)
 
 
 def test_pace_before_a_round_was_timed() -> None:
-    assert pace(0.7, 0.0, RoundCost(), 8) == UNKNOWN_M
-    assert pace(0.7, 0.0, RoundCost(), 2) == 2
+    assert pace(0.7, 0.0, RoundCost(), 8).m == UNKNOWN_M
+    assert pace(0.7, 0.0, RoundCost(), 2).m == 2
 
 
 def test_round_cost_finds_a_straight_line() -> None:

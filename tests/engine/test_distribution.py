@@ -78,9 +78,7 @@ def session(kit: Any, contract: Any, number: int, q: tuple[float, ...], rng: ran
     world.run = run_with_draws
     name = number.to_bytes(16, "big")
     world.open(session=name, prompt=(1,))
-    world.ask(
-        lambda waiter: world.engine.assign(assignment(world, name, contract, kit.B), waiter, world.at())
-    )
+    world.ask(lambda waiter: world.engine.assign(assignment(world, name, contract, kit.B), waiter, world.at()))
     return world
 
 

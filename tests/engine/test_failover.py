@@ -66,7 +66,10 @@ def take_over(kit: Any, contract: Any, log: list[Any], epoch: int) -> Any:
     tokens = tuple(token for r in commits for token in r.emitted)
     digest = digests.extend(digests.prefix_digest(digests.contract_digest(contract), (1, 3, 3, 4)), tokens)
     resume = Resume(
-        round=commits[-1].round if commits else 0, committed=len(tokens), digest=digest, committed_tokens="mlc://m/-/t/1"
+        round=commits[-1].round if commits else 0,
+        committed=len(tokens),
+        digest=digest,
+        committed_tokens="mlc://m/-/t/1",
     )
     world = verifier(kit, contract, log)
     state = world.open(epoch=epoch, resume=resume, committed=tokens)

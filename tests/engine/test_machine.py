@@ -197,7 +197,9 @@ class Machine(RuleBasedStateMachine):
             known = None
         if known is not None:  # a replay
             life = self.lives[session]
-            assert self.ask(lambda w: self.engine.open(self.material(life), OpenOptions(), w, self.at())) == known.state()
+            assert (
+                self.ask(lambda w: self.engine.open(self.material(life), OpenOptions(), w, self.at())) == known.state()
+            )
             return
         self.logs += 1
         contract = Contract(
@@ -314,11 +316,11 @@ class Machine(RuleBasedStateMachine):
         if really and SESSIONS[index] in self.engine.sessions:
             self.take(self.engine.close(SESSIONS[index], self.at()))
 
-    @rule(index=sessions, drafter=drafters, right=st.integers(1, 4), more=st.integers(0, 4))
-    def begin_again(self, index: int, drafter: str, right: int, more: int) -> None:
+    @rule(index=sessions, really=seldom, drafter=drafters, right=st.integers(1, 4), more=st.integers(0, 4))
+    def begin_again(self, index: int, really: bool, drafter: str, right: int, more: int) -> None:
         """Another session of the same id, while the model still computes for the first one (C-41)."""
         session = SESSIONS[index]
-        if session not in self.engine.sessions:
+        if not really or session not in self.engine.sessions:
             return
         self.propose(index, None, right, 1, 0, False, None, 0)
         late = [effect for effect in self.pending if isinstance(effect, Score) and effect.request.session == session]

@@ -34,7 +34,7 @@ from sdcp_mono.core.problems import UnknownSession
 from sdcp_mono.http_gateway.identity import Access
 from sdcp_mono.http_gateway.limits import GatewayLimits
 from sdcp_mono.http_gateway.mlc import MlcResources
-from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows
+from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs
 from sdcp_mono.http_gateway.roles import DrafterResources, RouterResources
 from sdcp_mono.http_gateway.server import Gateway, serve_gateway
 from sdcp_mono.http_gateway.verifier import VerifierResources
@@ -100,7 +100,7 @@ class ToyTarget:
     def __init__(self, next_: Callable[[int], Sequence[float]] = successor) -> None:
         self.next = next_
 
-    def admit(self, session: bytes, tokens: int) -> bool:
+    def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         return True
 
     def release(self, session: bytes) -> None: ...
@@ -237,7 +237,7 @@ async def site(
             "toy", target.step, thread, expected=lambda: 0, rows=lambda request: 1, observer=Silent()
         )
         verifier = Verifier(
-            BASES["verifier"], engine, target, batcher, log, HttpRows(caches, VOCAB, ToyRows.from_bytes),
+            BASES["verifier"], engine, target, batcher, Logs(log, caches), HttpRows(caches, VOCAB, ToyRows.from_bytes),
             router, caches.tokens, Silent(), self_decode_idle=False,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sdcp_mono.core.problems import TooManyRequests
+from sdcp_mono.http_gateway import server
 from sdcp_mono.http_gateway.limits import GatewayLimits, Rates, Slots
 
 
@@ -165,8 +166,9 @@ def test_a_body_budget_over_all_callers(kit: Any) -> None:
     kit.run(test, limits=GatewayLimits(bodies=1000))
 
 
-def test_a_client_that_stops_reading_holds_nothing_up(kit: Any) -> None:
+def test_a_client_that_stops_reading_holds_nothing_up(kit: Any, monkeypatch: Any) -> None:
     """It asks for 8 MiB, never reads, and keeps its connection open: others are served and the gateway stops."""
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
 
     async def both() -> None:
         async with kit.site() as site:

@@ -242,3 +242,31 @@ def test_sdcp_204_references_are_fetched_from_trusted_caches_only(kit: Any) -> N
             assert await mlc.get(uri, SCOPE) is None
 
     kit.run(test)
+
+
+def test_a_session_by_https_log_is_read_and_fenced_over_the_wire(kit: Any) -> None:
+    """AMB-148: a foreign router names our log by https; it sees the records and its fence stops the verifier."""
+
+    async def test(site: Any) -> None:
+        at = f"/mlc/{kit.SESSION.hex()}/log/s"
+        opening = kit.opening(commit_log=f"https://127.0.0.1:8443{at}")
+        opened = await site.curl("router", "POST", "/verifier/sessions", opening)
+        path = f"/verifier/sessions/{kit.path}/drafter"
+        state = (await site.curl("router", "PUT", path, kit.assignment(opened.cbor))).cbor
+        first = await site.curl("drafter", "POST", "/verifier/proposals", kit.proposal(state, (5, 6)))
+        got = await site.curl("router", "GET", at)
+        (commit,), _ = cbor.decode_records(got.body)
+        assert (commit.emitted, commit.digest) == ((5, 6, 7), first.cbor["digest"])
+        fence = cbor.encode_record(FenceRecord(epoch=2))
+        assert (await site.curl("router", "POST", at, fence, if_match=got.headers["etag"])).status == 204
+        fenced = await site.curl("drafter", "POST", "/verifier/proposals", kit.proposal(first.cbor, (8,)))
+        assert fenced.kind == (409, "sdcp-stale-epoch")  # AMB-157
+        output = await site.curl("router", "GET", f"/verifier/sessions/{kit.path}/output")
+        assert output.kind == (409, "sdcp-stale-epoch")  # AMB-158
+        for wrong in ("https://elsewhere/mlc/-/log/a", "mlc://other/-/log/a", "https://127.0.0.1:8443/mlc/-/blob/a"):
+            refused = await site.curl(
+                "router", "POST", "/verifier/sessions", kit.opening(session=b"o" * 16, commit_log=wrong)
+            )
+            assert refused.kind == (422, ""), wrong
+
+    kit.run(test)

@@ -69,7 +69,7 @@ class ToyTarget:
         self.held: set[bytes] = set()
         self.room = 10**9
 
-    def admit(self, session: bytes, tokens: int) -> bool:
+    def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         if len(self.held) >= self.room:
             return False
         self.held.add(session)

@@ -144,8 +144,6 @@ def quick_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-
-
 @pytest.fixture(scope="session")
 def load_engine() -> Any:
     return load

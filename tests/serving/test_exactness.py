@@ -16,7 +16,9 @@ def test_greedy_output_equals_plain_decoding(
     """64 prompts, alone and eight at a time: as one ends the next one joins, so neighbours come and go."""
     node = engine.node(draft, m=m)
     outputs = engine.run(node, [engine.request(prompt) for prompt in prompts], together)
-    differ = [i for i, (a, b) in enumerate(zip(outputs, plain, strict=True)) if (a.tokens, a.finish) != (b.tokens, b.finish)]
+    differ = [
+        i for i, (a, b) in enumerate(zip(outputs, plain, strict=True)) if (a.tokens, a.finish) != (b.tokens, b.finish)
+    ]
     assert differ == []
     drafted = sum(bool(info.proposed) for output in outputs for info in output.rounds)
     accepted = sum(info.accepted for output in outputs for info in output.rounds)
@@ -29,7 +31,9 @@ def test_plain_decoding_in_a_crowd_equals_plain_decoding_alone(engine: Any, prom
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
 
 
-def test_float32_equals_transformers_generate(smollm2_float32: Any, prompts: Any, tmp_path: Any, load_engine: Any) -> None:
+def test_float32_equals_transformers_generate(
+    smollm2_float32: Any, prompts: Any, tmp_path: Any, load_engine: Any
+) -> None:
     import torch
     import transformers
 

@@ -26,7 +26,12 @@ def url(smollm2: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     """The server's base URL, on a data folder of its own with the converted model."""
     data = tmp_path_factory.mktemp("serve")
     command = [sys.executable, "-m", "sdcp_mono", "serve", "--port", "0", "--model", str(smollm2.path)]
-    environment = {**os.environ, "SDCP_DATA_DIR": str(data), "SDCP_KV_MEMORY_MB": "256", "COLUMNS": "200"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        gateway_port = str(free.getsockname()[1])
+    environment = {
+        **os.environ, "SDCP_DATA_DIR": str(data), "SDCP_KV_MEMORY_MB": "256", "COLUMNS": "200",
+        "SDCP_GATEWAY_PORT": gateway_port,
+    }  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         lines = []
