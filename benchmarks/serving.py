@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -225,14 +226,16 @@ class Bench:
 def startup() -> dict[str, float]:
     """From ``sdcp-mono serve`` on a converted model to the first token, and the memory it then holds idle."""
     with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "SDCP_GATEWAY": "false", "COLUMNS": "200", "SDCP_TEST": folder}
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "sdcp_mono", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True,
-            env={**__import__("os").environ, "SDCP_TEST": folder},
+            env=environment,
         )  # fmt: skip
         try:
             assert process.stderr is not None
-            url = next(word for line in process.stderr for word in line.split() if word.startswith("http://"))
+            line = next(line for line in process.stderr if "answers at" in line)
+            url = next(word for word in line.split() if word.startswith("http://"))
             body = json.dumps({"prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
             request = urllib.request.Request(f"{url}/completions", body, {"content-type": "application/json"})
             urllib.request.urlopen(request).read()
@@ -260,8 +263,6 @@ def machine() -> str:
     )
     flags = Path("/proc/cpuinfo").read_text()
     isa = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags), "")
-    import os
-
     return f"{model}, {len(os.sched_getaffinity(0))} cores, {isa}, Linux {platform.release().split('-')[0]}"
 
 
@@ -303,8 +304,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 def fdatasync() -> float:
     """Milliseconds of a 4 KiB append and fdatasync in the data folder's file system, median of 50."""
-    import os
-
     with tempfile.NamedTemporaryFile(dir=Settings().data_dir if Settings().data_dir.exists() else None) as file:
         times = []
         for _ in range(50):

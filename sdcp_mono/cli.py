@@ -165,6 +165,37 @@ def certs_init(
     out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
 
 
+@app.command("conformance")
+def conformance_(
+    url: Annotated[str, typer.Argument(help="Base URI of the role to test, such as https://127.0.0.1:8443/verifier.")],
+    role: Annotated[str, typer.Option(help="verifier, drafter or router.")],
+    certs: Annotated[
+        Path | None, typer.Option(help="Folder as `certs init` makes it; none: the data folder's.")
+    ] = None,
+    mlc: Annotated[str | None, typer.Option(help="Base URI of a cache that the role trusts.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target digest in hex, where the role doesn't tell it.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer digest in hex.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="V of the target.")] = None,
+    context: Annotated[int | None, typer.Option(help="Context length of the target.")] = None,
+    trigger: Annotated[str | None, typer.Option(help="An OpenAI completions URL that starts a session.")] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT for the roles that the kit plays.")] = "",
+    untrusted: Annotated[bool, typer.Option(help="drafter-b must be refused under rule 2.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run these checks only; repeatable.")] = None,
+    as_json: JsonOption = False,
+    junit: Annotated[Path | None, typer.Option(help="Also write a JUnit file.")] = None,
+    data: DataOption = None,
+) -> None:
+    """Test any SDCP implementation over the wire by acting as the other roles; exit code 1 if a MUST fails."""
+    from sdcp_mono.conformance import conformance
+
+    code = conformance(
+        url, role, certs or _settings(data_dir=data).data_dir / "certs", mlc=mlc, target=target, tokenizer=tokenizer,
+        vocab_size=vocab_size, context=context, trigger=trigger, listen=listen, untrusted=untrusted,
+        only=tuple(only or ()), as_json=as_json, junit=junit,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

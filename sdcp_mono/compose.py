@@ -10,10 +10,10 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
@@ -38,6 +38,7 @@ from sdcp_mono.core.ports import (
     VerifierPort,
 )
 from sdcp_mono.core.routing import Router
+from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.frontend import terminal
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
@@ -77,6 +78,7 @@ class Loaded:
     drafts: tuple[tuple[DraftModel, bool], ...]
     thread: ThreadPoolExecutor
     seconds: float
+    costs: Mapping[str, CostTable] = field(default_factory=dict)  # of a pass, by model, measured once loaded
 
 
 def load(settings: Settings, progress: Progress) -> Loaded:
@@ -87,7 +89,19 @@ def load(settings: Settings, progress: Progress) -> Loaded:
     thread = ThreadPoolExecutor(1, thread_name_prefix="models")
     tokenizer = Tokenizer(folder.path)
     target, drafts = thread.submit(_load_models, settings, folder, tokenizer, progress).result()
-    return Loaded(settings, folder, target.card, tokenizer, target, drafts, thread, time.perf_counter() - started)
+    costs = thread.submit(_measure, target, drafts).result()
+    return Loaded(
+        settings, folder, target.card, tokenizer, target, drafts, thread, time.perf_counter() - started, costs
+    )
+
+
+def _measure(target: TargetModel, drafts: tuple[tuple[DraftModel, bool], ...]) -> dict[str, CostTable]:
+    from sdcp_mono.runners.calibration import drafting_costs, pass_costs
+
+    return {
+        "target": pass_costs(target),
+        **{model.name: drafting_costs(model) for model, instant in drafts if not instant},
+    }
 
 
 def _load_models(
@@ -151,6 +165,7 @@ class Node:
 
     def __init__(self, loaded: Loaded, registry: CollectorRegistry, *, gateway: bool = False) -> None:
         settings, card = loaded.settings, loaded.card
+        self.loaded = loaded
         self._settings = settings
         self._gateway = gateway
         self._stack = AsyncExitStack()
@@ -180,7 +195,7 @@ class Node:
 
         score = Batcher[ScoreRequest, Any](
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
-            rows=lambda request: len(request.tokens) + 1,
+            rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
         self._verifier = verifiers[bases["verifier"]] = Verifier(
             bases["verifier"], engine, loaded.target, score, self._log, rows, self.serving, caches.tokens, observer,
@@ -193,10 +208,11 @@ class Node:
                     model.name, model.draft, loaded.thread, expected=running, observer=observer,
                     rows=lambda request: request.m,
                 )  # fmt: skip
-                sources.append(Source(model, batcher))
+                sources.append(Source(model, batcher, loaded.costs.get(model.name, CostTable())))
             self._drafter = drafters[bases["drafter"]] = Drafter(
-                bases["drafter"], sources, verifiers, rows, self.serving, caches.tokens, m_fixed=settings.m_fixed
-            )
+                bases["drafter"], sources, verifiers, rows, self.serving, caches.tokens, m_fixed=settings.m_fixed,
+                verify_seconds=lambda rows: score.cost.seconds(rows),
+            )  # fmt: skip
 
     async def __aenter__(self) -> Self:
         # Stopped in reverse order: whoever calls goes before whoever is called.
@@ -274,7 +290,8 @@ async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], 
     registry = CollectorRegistry()
     app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_config=None, access_log=False, lifespan="on",
+        app, host=settings.host, port=settings.port, log_config=None, log_level="warning", access_log=False,
+        lifespan="on",
         timeout_graceful_shutdown=30,  # a stream that is still running then is cut
     )  # fmt: skip
     server = _Server(config)

@@ -64,6 +64,7 @@ class Depot:
         self.lie: wire.Message = {}
         self.reported: set[str] = set()
         self.outcome: asyncio.Task[tuple[int, str]] | None = None
+        self.unused = ""  # why triggered requests do not come to the kit
 
     # ---- the roles' requests to the router -------------------------------------------------------
 
@@ -77,10 +78,16 @@ class Depot:
         return self.place.base(role) if self.options.listen else self.who(role).uri
 
     def status(self, role: str, /, **changes: Any) -> wire.Message:
-        message = {
+        message: wire.Message = {
             "instance": self.uri(role), "role": 2 if role.startswith("verifier") else 1, "load": 5, "queue": 0,
-            "ttl_ms": LONG_TTL_MS, "base": self.uri(role), "models": [b"d" * 32],
+            "ttl_ms": LONG_TTL_MS, "base": self.uri(role),
         }  # fmt: skip
+        if role.startswith("drafter"):
+            message["models"] = [b"d" * 32]
+        elif self.options.target is not None:
+            message["models"] = [self.options.target]
+        if self.options.tokenizer is not None:
+            message["tokenizer"] = self.options.tokenizer
         return changed(message, changes)
 
     async def put(
@@ -114,11 +121,17 @@ class Depot:
         """Make the router open a session; answers its session-open, which it must send to the kit."""
         if self.options.trigger is None:
             raise Skipped("needs --trigger: a completions URL whose requests this router serves")
+        if self.unused:
+            raise Skipped(self.unused)
         self.outcome = asyncio.create_task(asyncio.to_thread(_complete, self.options.trigger))
-        try:
-            step = await asyncio.wait_for(self.steps.get(), OPENING_SECONDS)
-        except TimeoutError:
-            raise Skipped("the router opened no session at the kit's verifier; other verifiers serve it") from None
+        opening = asyncio.create_task(self.steps.get())
+        await asyncio.wait((self.outcome, opening), timeout=OPENING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            ended = f"; the request ended: {self.outcome.result()}" if self.outcome.done() else ""
+            self.unused = f"the router opened no session at the kit's verifier{ended}"[:300]
+            raise Skipped(self.unused)
+        step = opening.result()
         if step.kind != "POST sessions":
             raise Failed(f"the first thing that came was {step.kind}")
         return step
@@ -166,6 +179,7 @@ class Depot:
                 prompt = message["prompt"] if isinstance(message["prompt"], list) else []
                 digest = resume["digest"] if resume else wire.first_digest(message["contract"], prompt)
                 held = self.held[message["session"]] = Held(message, digest)
+                await self.create_log(str(message.get("commit_log", "")))
                 self.steps.put_nowait(Step(role, "POST sessions", message, request))
                 return reply({**held.state(), **self.lie}, 201)
             case "PUT", ["sessions", id_, "drafter"] if (known := self.held.get(wire.unpath(id_))) is not None:
@@ -181,6 +195,15 @@ class Depot:
                 self.steps.put_nowait(Step(role, "POST assignments", message, request))
                 return Response(204)
         return refuse(404)
+
+    async def create_log(self, reference: str) -> None:
+        """What a verifier does at opening (AMB-071), where the kit reaches the router's cache."""
+        mlc = self.options.mlc
+        base = "" if mlc is None else mlc.rstrip("/") + "/"
+        prefix = self.options.mlc_prefix or base
+        if base and reference.startswith(prefix):
+            url = base + reference.removeprefix(prefix)
+            await self.who("verifier").client.request("PUT", url, b"", {"if-none-match": "*"})
 
     async def output(self, held: Held, from_: int) -> Response:
         if from_ >= len(held.tokens) and held.finish is None:

@@ -10,7 +10,7 @@ from sdcp_mono.conformance import wire
 from sdcp_mono.conformance.bench import anonymous, outdated, rejected, told
 from sdcp_mono.conformance.depot import Depot, Step
 from sdcp_mono.conformance.http2 import Client, NoAnswer
-from sdcp_mono.conformance.kit import Level, Table, expect
+from sdcp_mono.conformance.kit import Failed, Level, Skipped, Table, expect
 
 MUST, SHOULD, DECISION = Level.MUST, Level.SHOULD, Level.DECISION
 table = Table()
@@ -292,17 +292,18 @@ async def unknown_kind(depot: Depot) -> str:
     return "the request has ended"
 
 
-@table("AMB-180", DECISION, "5.1", "a repeated event changes nothing")
+@table("AMB-180", DECISION, "5.1", "a repeated or old event changes nothing")
 async def repeated_event(depot: Depot) -> str:
     depot.who("drafter-b")
     held, first = await depot.running("drafter", "drafter-b")
+    held.tokens, held.round = [7], 1
     event = depot.happened(held, wire.SWITCH)
     answers = [await depot.event("verifier", event)]
     await _reassigned(depot, first)
-    answers.append(await depot.event("verifier", {**event, "epoch": 0}))
-    expect([answer.status for answer in answers] == [204, 204], f"{[told(answer) for answer in answers]}")
-    expect(await depot.quiet(QUIET_SECONDS), "an event of an older epoch was acted on")
-    return "an event of an older epoch: 204, nothing done"
+    answers += [await depot.event("verifier", event), await depot.event("verifier", {**event, "epoch": 0})]
+    expect([answer.status for answer in answers] == [204] * 3, f"{[told(answer) for answer in answers]}")
+    expect(await depot.quiet(QUIET_SECONDS), "a repeated event, or one of an older epoch, was acted on")
+    return "the same event again and one of an older epoch: 204, nothing done"
 
 
 @table("SDCP-175", MUST, "6.9", "a drafter whose status expires is replaced")
@@ -327,7 +328,12 @@ async def verifier_failure(depot: Depot) -> str:
     await depot.step("PUT drafter")
     await depot.step("POST assignments")
     await depot.report("verifier-b")
-    step = await depot.step("POST sessions")
+    try:
+        step = await depot.step("POST sessions")
+    except Failed as failure:
+        if depot.options.mlc is None:  # a log that its verifier never created can't be fenced
+            raise Skipped(f"{failure}; without --mlc the kit's verifier creates no commit log") from None
+        raise
     message = step.message
     expect(message["session"] == opening.message["session"], "another session")
     expect(message["epoch"] == 2 and "resume" in message, f"epoch {message['epoch']}, resume {'resume' in message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType
@@ -73,39 +74,43 @@ class Acceptance(Struct, frozen=True):
         )
 
 
-COST_FORGETTING: Final = 0.05  # per round: a round's cost follows load within a few dozen rounds
+COST_DOWN: Final = 0.2  # weight of a pass that was faster than expected
+COST_UP: Final = 0.03  # and of one that was slower: passes that also fed a prompt, or met a neighbour, say little
+COST_SURPRISE: Final = 3.0  # a pass that took longer than this many times what was expected counts as this many
 PLAIN_MARGIN: Final = 1.02  # drafting is given up only where plain decoding is clearly faster: estimates are noisy
-UNKNOWN_M: Final = 4  # until a round was timed
 
 
-class RoundCost(Struct, frozen=True):
-    """Seconds from proposal to verdict as a straight line in M, fitted to rounds with exponential forgetting.
+class CostTable(Struct, frozen=True):
+    """Seconds of a model pass by its rows, at powers of two; in between and beyond, straight lines.
 
-    M = 0 is a round that the verifier decodes by itself, so the line also tells what not drafting would cost.
+    What isn't measured any more is not forgotten: a verifier that has stopped verifying long proposals still knows what
+    they would cost, so the choice of M doesn't swing.
     """
 
-    base: float = 0.0
-    per_token: float = 0.0
-    weight: float = 0.0
-    mean_m: float = 0.0
-    mean_s: float = 0.0
-    var_m: float = 0.0
-    cov: float = 0.0
+    seconds_at: tuple[float, ...] = ()  # at 1, 2, 4, ... rows; 0.0 where nothing is known
 
-    def seconds(self, m: int) -> float:
-        return self.base + m * self.per_token
+    def seconds(self, rows: float) -> float:
+        """Expected seconds of a pass of ``rows`` >= 1 rows; 0.0 while nothing is known."""
+        known = [(1 << i, seconds) for i, seconds in enumerate(self.seconds_at) if seconds > 0.0]
+        if not known:
+            return 0.0
+        if len(known) == 1 or rows <= known[0][0]:
+            return known[0][1]
+        upper = next((i for i, (at, _) in enumerate(known) if at >= rows), len(known) - 1)
+        (x0, y0), (x1, y1) = known[upper - 1], known[upper]
+        return y0 + max(y1 - y0, 0.0) * (rows - x0) / (x1 - x0)  # more rows never cost less
 
-    def after(self, m: int, seconds: float) -> RoundCost:
-        """The line after a round of ``m`` tokens that took ``seconds``."""
-        weight = self.weight * (1.0 - COST_FORGETTING) + 1.0
-        rate = 1.0 / weight
-        dm, ds = m - self.mean_m, seconds - self.mean_s
-        mean_m, mean_s = self.mean_m + rate * dm, self.mean_s + rate * ds
-        var_m = (1.0 - rate) * (self.var_m + rate * dm * dm)
-        cov = (1.0 - rate) * (self.cov + rate * dm * ds)
-        slope = max(0.0, cov / var_m) if var_m > _TIE else 0.0
-        slope = min(slope, mean_s / mean_m) if mean_m > 0.0 else slope  # a line below zero at M = 0 is noise
-        return RoundCost(mean_s - slope * mean_m, slope, weight, mean_m, mean_s, var_m, cov)
+    def after(self, rows: int, seconds: float) -> CostTable:
+        """The table after a pass of ``rows`` rows took ``seconds``."""
+        place = max(rows, 1).bit_length() - 1
+        table = list(self.seconds_at) + [0.0] * (place + 1 - len(self.seconds_at))
+        expected = self.seconds(rows)
+        if not expected or not table[place]:
+            table[place] = seconds
+        else:  # shift the place by as much as this pass was off
+            off = min(seconds, COST_SURPRISE * expected) - expected
+            table[place] = max(table[place] + (COST_UP if off > 0.0 else COST_DOWN) * off, _TIE)
+        return CostTable(tuple(table))
 
 
 class Pace(Struct, frozen=True):
@@ -115,22 +120,18 @@ class Pace(Struct, frozen=True):
     rate: float
 
 
-def pace(alpha: float, draft_seconds_per_token: float, cost: RoundCost, limit: int) -> Pace:
+def pace(alpha: float, draft_seconds: float, verify_seconds: Callable[[int], float], limit: int) -> Pace:
     """The M in 0..limit with the most committed tokens per second; 0 where not drafting is clearly faster.
 
-    The rule of 6.2 with a verification time that grows with M, and with the choice not to draft at all. While no round
-    was timed, M is small and the rate counts a pass as one second.
+    The rule of 6.2 with a verification time that depends on M, and with the choice not to draft at all.
+    ``draft_seconds`` is one drafted token's, ``verify_seconds(m)`` a round's from proposal to verdict.
     """
-    if cost.seconds(limit) <= 0.0:
-        m = min(limit, UNKNOWN_M)
-        return Pace(m, sum(alpha**i for i in range(m + 1)))
     best = Pace(0, 0.0)
     tokens, power = 0.0, 1.0
     for m in range(limit + 1):
         tokens += power
         power *= alpha
-        seconds = m * draft_seconds_per_token + cost.seconds(m)
-        rate = tokens / max(seconds, _TIE) * (1.0 if m else 1.0 / PLAIN_MARGIN)
+        rate = tokens / max(m * draft_seconds + verify_seconds(m), _TIE) * (1.0 if m else 1.0 / PLAIN_MARGIN)
         if rate > best.rate * (1 + _TIE):
             best = Pace(m, rate)
     return best

@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from typing import Final, Generic, TypeVar
 
 from sdcp_mono.core.ports import Observer, PassCost
+from sdcp_mono.core.speculation import CostTable
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -28,7 +29,8 @@ class Batcher(Generic[Q, A]):
     """Runs ``step`` over everything that waits. A None in its answer keeps that request for the next pass.
 
     ``expected`` tells how many requests can come at all; a pass starts at once when they are all there.
-    ``rows`` counts a request's rows, for the observer.
+    ``rows`` counts a request's rows. ``cost`` knows what a pass of so many rows takes; it starts as it was measured
+    when the model was loaded, and follows what passes take.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Batcher(Generic[Q, A]):
         expected: Callable[[], int],
         rows: Callable[[Q], int],
         observer: Observer,
+        cost: CostTable | None = None,
     ) -> None:
         self._name = name
         self._step = step
@@ -47,7 +50,8 @@ class Batcher(Generic[Q, A]):
         self._expected = expected
         self._rows = rows
         self._observer = observer
-        self._waiting: deque[tuple[Q, asyncio.Future[tuple[A, float]]]] = deque()
+        self.cost = cost or CostTable()
+        self._waiting: deque[tuple[Q, asyncio.Future[tuple[A, PassCost]]]] = deque()
         self._arrived = asyncio.Event()  # something waits
         self._more = asyncio.Event()  # one more waits than a moment ago
         self._runner: asyncio.Task[None] | None = None
@@ -68,9 +72,9 @@ class Batcher(Generic[Q, A]):
     def queue(self) -> int:
         return len(self._waiting)
 
-    async def submit(self, request: Q) -> tuple[A, float]:
-        """The model's answer and the seconds of the pass that gave it. Bounded by the caller: one per session."""
-        future: asyncio.Future[tuple[A, float]] = asyncio.get_running_loop().create_future()
+    async def submit(self, request: Q) -> tuple[A, PassCost]:
+        """The model's answer and the pass that gave it. Bounded by the caller: one per session."""
+        future: asyncio.Future[tuple[A, PassCost]] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._arrived.set()
         self._more.set()
@@ -85,7 +89,7 @@ class Batcher(Generic[Q, A]):
         while True:
             await self._arrived.wait()
             await self._fill()
-            taken, answers, seconds = await loop.run_in_executor(self._thread, self._pass)
+            taken, answers, cost = await loop.run_in_executor(self._thread, self._pass)
             kept = []
             for (request, future), answer in zip(taken, answers, strict=True):
                 if future.done():  # cancelled: nobody waits any more
@@ -95,7 +99,7 @@ class Batcher(Generic[Q, A]):
                 elif isinstance(answer, BaseException):
                     future.set_exception(answer)
                 else:
-                    future.set_result((answer, seconds))
+                    future.set_result((answer, cost))
             self._waiting.extendleft(reversed(kept))
             if not self._waiting:
                 self._arrived.clear()
@@ -112,14 +116,14 @@ class Batcher(Generic[Q, A]):
 
     def _pass(
         self,
-    ) -> tuple[list[tuple[Q, asyncio.Future[tuple[A, float]]]], Sequence[A | BaseException | None], float]:
+    ) -> tuple[list[tuple[Q, asyncio.Future[tuple[A, PassCost]]]], Sequence[A | BaseException | None], PassCost]:
         """On the model's thread."""
         taken = []
         while self._waiting:
             taken.append(self._waiting.popleft())
         live = [entry for entry in taken if not entry[1].done()]
         if not live:
-            return [], [], 0.0
+            return [], [], PassCost(0, 0, 0.0)
         started = time.perf_counter()
         answers: Sequence[A | BaseException | None]
         try:
@@ -130,5 +134,7 @@ class Batcher(Generic[Q, A]):
             answers = [error] * len(live)
         seconds = time.perf_counter() - started
         self.pass_seconds = seconds if not self.pass_seconds else 0.8 * self.pass_seconds + 0.2 * seconds
-        self._observer.passed(self._name, PassCost(sum(self._rows(request) for request, _ in live), len(live), seconds))
-        return live, answers, seconds
+        cost = PassCost(sum(self._rows(request) for request, _ in live), len(live), seconds)
+        self.cost = self.cost.after(cost.rows, seconds)
+        self._observer.passed(self._name, cost)
+        return live, answers, cost

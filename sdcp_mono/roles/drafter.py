@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -18,10 +18,10 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_newer
-from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, Status, Verdict
+from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, SessionState, Status, Verdict
 from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, RowSource, VerifierPort
-from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
-from sdcp_mono.core.speculation import Acceptance, Pace, RoundCost, pace
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
+from sdcp_mono.core.speculation import Acceptance, CostTable, Pace, pace
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.tasks import Tasks, repeat
 from sdcp_mono.roles.verifier import STATUS_TTL_MS, TokenFetcher
@@ -32,9 +32,9 @@ MAX_SESSIONS: Final = 1024  # assignments one drafter takes; the router then cho
 RETRY_SECONDS: Final = (0.02, 0.1, 0.5, 2.0)  # before a proposal is sent again; the last one repeats
 ANSWER_SECONDS: Final = 60.0  # a round takes seconds at worst; then the answer is lost, and the proposal is sent again
 MAX_FAULTS: Final = 3  # of one source in one session without a verdict between; then it is not asked again
-NOMINAL: Final = RoundCost(base=1.0, per_token=0.03)  # of a verification pass, for sessions that must be reproducible
+NOMINAL_ROW: Final = 0.03  # of a one-row pass, each further row; for sessions that must be reproducible
 NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
-PROBE_ROUNDS: Final = 16  # after so many rounds without drafting, look whether it pays by now
+PROBE_ROUNDS: Final = 64  # after so many rounds without drafting, look whether this text can be drafted by now
 
 
 class Source(Struct):
@@ -42,7 +42,7 @@ class Source(Struct):
 
     model: DraftModel
     batcher: Batcher[DraftRequest, Draft] | None
-    seconds_per_token: float = 0.0
+    cost: CostTable = CostTable()  # of one drafting step by the sessions that share it
 
 
 class Work(Struct):
@@ -53,6 +53,7 @@ class Work(Struct):
     acceptance: dict[str, Acceptance]
     faults: dict[str, int]  # by source, since its last verdict
     declined: int = 0
+    may_decline: bool = True
     rows_uri: str = ""  # of the proposal under way
     source: str = ""  # that drafted it
     shadows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # what instant sources would have proposed
@@ -71,6 +72,7 @@ class Drafter:
         tokens: TokenFetcher,
         *,
         m_fixed: int | None = None,
+        verify_seconds: Callable[[int], float] | None = None,
     ) -> None:
         assert sources
         self.base = base
@@ -81,7 +83,8 @@ class Drafter:
         self._tokens = tokens
         self._m_fixed = m_fixed
         self._work: dict[SessionId, Work] = {}
-        self._cost = RoundCost()
+        self._verify_seconds = verify_seconds  # of a pass by its rows, where the verifier is near enough to ask
+        self._rounds = CostTable()  # otherwise measured: from proposal to verdict by M + 1
         self._ratio = Acceptance()
         self._status = self._make_status()
         self._tasks = Tasks()
@@ -185,12 +188,12 @@ class Drafter:
             if step is Next.RESYNC:
                 return rules.resynced(await verifier.output(rules.assignment.session, rules.resync_from, wait_ms=0))
             if proposal is None:
-                state = await verifier.decline(rules.decline(), self.base)
-                self._cost = self._cost.after(0, time.perf_counter() - started)
+                state = await self._decline(work, verifier)
+                self._rounds = self._rounds.after(1, time.perf_counter() - started)
                 return rules.declined(state)
             verdict = await verifier.propose(proposal, self.base)
         if step is Next.DRAFT:  # how long a repeated one took says nothing
-            self._cost = self._cost.after(len(proposal.tokens), time.perf_counter() - started)
+            self._rounds = self._rounds.after(len(proposal.tokens) + 1, time.perf_counter() - started)
         self._learn(work, len(proposal.tokens), verdict)
         return rules.verdict(verdict)
 
@@ -253,7 +256,15 @@ class Drafter:
                 work.shadows.pop(work.source, None)
                 return draft
         work.declined += 1
-        return Draft(())
+        # A verifier that doesn't know ``decline`` gets the shortest proposal there is instead.
+        return Draft(()) if work.may_decline or work.rules.rule is not Rule.GREEDY else Draft((work.rules.prefix[-1],))
+
+    async def _decline(self, work: Work, verifier: VerifierPort) -> SessionState:
+        try:
+            return await verifier.decline(work.rules.decline(), self.base)
+        except UnknownSession as unknown:  # 404: the resource or the session, which the next proposal will tell
+            work.may_decline = False
+            raise Unavailable("the verifier doesn't know decline") from unknown
 
     async def _try(self, work: Work, source: Source, m: int) -> Draft:
         name = source.model.name
@@ -271,9 +282,9 @@ class Drafter:
             (answer,) = source.model.draft([request])
             draft = Draft(()) if answer is None else answer
         else:
-            draft, _ = await source.batcher.submit(request)
-            seconds, known = draft.seconds_per_token, source.seconds_per_token
-            source.seconds_per_token = seconds if not known else 0.9 * known + 0.1 * seconds
+            draft, cost = await source.batcher.submit(request)
+            if draft.seconds_per_token:
+                source.cost = source.cost.after(cost.requests, draft.seconds_per_token)
         if len(draft.tokens) > request.m:
             raise ValueError(f"{len(draft.tokens)} tokens, at most {request.m} were asked for")
         return draft
@@ -299,15 +310,23 @@ class Drafter:
         alpha = work.acceptance.get(source.model.name, Acceptance()).alpha
         seeded = contracts.sampling_of(rules.assignment.contract).seed is not UNSET
         if seeded:
-            plan = pace(alpha, 0.0 if source.batcher is None else NOMINAL_DRAFT, NOMINAL, rules.limit)
+            draft_seconds = 0.0 if source.batcher is None else NOMINAL_DRAFT
+            plan = pace(alpha, draft_seconds, lambda m: 1.0 + NOMINAL_ROW * m, rules.limit)
         else:
-            plan = pace(alpha, source.seconds_per_token, self._cost, rules.limit)
+            draft_seconds = 0.0 if source.batcher is None else source.cost.seconds(len(self._work))
+            plan = pace(alpha, draft_seconds, self._round_seconds, rules.limit)
         if self._m_fixed is not None:
             return Pace(min(self._m_fixed, rules.limit), plan.rate)
-        if plan.m == 0 and (seeded or source.batcher is None or work.declined >= PROBE_ROUNDS):
+        if plan.m == 0 and (seeded or not work.may_decline or source.batcher is None or work.declined >= PROBE_ROUNDS):
             work.declined = 0
             return Pace(1, plan.rate)
         return plan
+
+    def _round_seconds(self, m: int) -> float:
+        """What a round of M takes if all sessions here do the same: then they share drafting steps and passes."""
+        if self._verify_seconds is not None:
+            return self._verify_seconds(len(self._work) * (m + 1))
+        return self._rounds.seconds(m + 1)
 
     def _release(self, session: SessionId) -> None:
         for source in self._sources:

@@ -290,7 +290,8 @@ class Verifier:
         asked = time.perf_counter()
         answer: list[Scored] | ScoreFailure
         try:
-            answer, seconds = await self._batcher.submit(request)
+            answer, cost = await self._batcher.submit(request)
+            seconds = cost.seconds
         except Exception as error:
             log.exception("a model pass failed")
             answer, seconds = ScoreFailure(f"the model failed: {type(error).__name__}"), 0.0

@@ -111,10 +111,13 @@ class Line:
         self.verifier = self.drafter = ""
         self.wishes: asyncio.Queue[str] = asyncio.Queue()
         self.over = False
+        self.heard: set[tuple[int, int, int]] = set()
 
     def event(self, message: dict[str, Any]) -> None:
-        if message["epoch"] < self.epoch and not self.router.bad("old events acted on"):
+        key = (message["epoch"], message["kind"], message["committed"])
+        if (message["epoch"] < self.epoch or key in self.heard) and not self.router.bad("old events acted on"):
             return
+        self.heard.add(key)
         kind = message["kind"]
         if kind in (4, 5) or (kind > 5 and not self.router.bad("unknown kinds are switches")):
             self.over = True

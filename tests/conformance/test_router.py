@@ -32,7 +32,13 @@ async def against(certificates: Path, bug: str = "", only: frozenset[str] = froz
     front, trigger = await front_end(host)
     try:
         options = Options(
-            url=f"https://127.0.0.1:{port}/router", certs=certificates, listen="127.0.0.1:0", trigger=trigger, only=only
+            url=f"https://127.0.0.1:{port}/router",
+            certs=certificates,
+            listen="127.0.0.1:0",
+            mlc=f"https://127.0.0.1:{port}/mlc",
+            mlc_prefix="mlc://local/",
+            trigger=trigger,
+            only=only,
         )
         return await examine("router", options)
     finally:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from sdcp_mono.core.speculation import PLAIN_MARGIN, UNKNOWN_M, Acceptance, RoundCost, choose_m, pace
+from sdcp_mono.core.speculation import PLAIN_MARGIN, Acceptance, CostTable, choose_m, pace
 
 ALPHA = st.floats(0.0, 1.0)
 SECONDS = st.floats(1e-6, 10.0)
@@ -111,25 +111,38 @@ def test_sdcp_066_estimates_stay_in_range(rounds: list[tuple[int, int]]) -> None
 
 @pytest.mark.vectors("m_rule")
 def test_sdcp_092_pace_is_the_m_rule_or_not_drafting(case: dict[str, Any]) -> None:
-    """With a verification time that does not depend on M; M = 0 is one token in t_v seconds."""
-    chosen = pace(case["alpha"], case["t_d"], RoundCost(base=case["t_v"]), case["limit"]).m
-    plain = 1 / case["t_v"] / PLAIN_MARGIN
-    assert chosen == (case["M"] if max(case["objective"]) > plain else 0)
+    """With a verification time that doesn't depend on M it is the recommended rule, unless plain decoding is faster."""
+    alpha, t_d, t_v = case["alpha"], case["t_d"], case["t_v"]
+    plan = pace(alpha, t_d, lambda m: t_v, case["limit"])
+    drafted = max(case["objective"])
+    assert plan.m == (case["M"] if drafted * PLAIN_MARGIN > 1 / t_v else 0)
+    assert plan.rate == pytest.approx(drafted if plan.m else 1 / t_v / PLAIN_MARGIN)
 
 
-def test_pace_before_a_round_was_timed() -> None:
-    assert pace(0.7, 0.0, RoundCost(), 8).m == UNKNOWN_M
-    assert pace(0.7, 0.0, RoundCost(), 2).m == 2
+def test_pace_stops_drafting_where_rows_are_dear() -> None:
+    """Sixteen sessions on a saturated machine: each further row costs as much as the first."""
+    assert pace(0.9, 0.2, lambda m: 1.0, 8).m > 0
+    assert pace(0.9, 0.2, lambda m: 1.0 * (m + 1), 8).m == 0
 
 
-def test_round_cost_finds_a_straight_line() -> None:
-    cost = RoundCost()
-    for m in (4, 1, 8, 2, 6, 3) * 5:
-        cost = cost.after(m, 0.010 + 0.002 * m)
-    assert cost.seconds(0) == pytest.approx(0.010)
-    assert cost.seconds(5) == pytest.approx(0.020)
+def test_cost_table_follows_straight_lines_between_and_beyond() -> None:
+    table = CostTable().after(1, 10.0).after(8, 17.0).after(16, 33.0)
+    assert [table.seconds(rows) for rows in (1, 8, 16)] == [10.0, 17.0, 33.0]
+    assert table.seconds(4) == pytest.approx(13.0)
+    assert table.seconds(32) == pytest.approx(65.0)
+    assert CostTable().seconds(5) == 0.0
+    assert CostTable().after(4, 2.0).seconds(64) == 2.0  # one point says nothing about a slope
 
 
-def test_round_cost_of_a_single_m_is_flat() -> None:
-    cost = RoundCost().after(4, 0.02).after(4, 0.02)
-    assert cost.seconds(1) == cost.seconds(8) == pytest.approx(0.02)
+def test_cost_table_keeps_what_is_not_measured_any_more() -> None:
+    table = CostTable().after(1, 10.0).after(64, 100.0)
+    for _ in range(500):
+        table = table.after(1, 12.0)
+    assert table.seconds(1) == pytest.approx(12.0, rel=1e-3)
+    assert table.seconds(64) == 100.0
+
+
+def test_cost_table_hardly_believes_a_pass_that_also_fed_a_prompt() -> None:
+    table = CostTable().after(1, 10.0)
+    assert table.after(1, 1000.0).seconds(1) == pytest.approx(10.6)  # 3 % of at most three times what was expected
+    assert table.after(1, 5.0).seconds(1) == pytest.approx(9.0)

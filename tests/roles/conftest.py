@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -59,16 +60,17 @@ def request(prompt: Sequence[int] = (1, 2, 3), max_new: int = 40, **changes: Any
 class World:
     """A running node, and where to look whether it kept something."""
 
-    def __init__(self, node: compose.Node, target: Any, drafts: tuple[Any, ...]) -> None:
+    def __init__(self, node: compose.Node, target: Any, drafts: tuple[Any, ...], thread: ThreadPoolExecutor) -> None:
         self.node = node
+        self.thread = thread
         self.target = target
         self.drafts = drafts
         self.serving = node.serving
         self.verifier = node._verifier
         self.engine = self.verifier.engine
         self.drafter = node._drafter
-        self.log = node._log
-        self.objects: Any = self.serving._objects
+        self.log = node._sqlite
+        self.objects: Any = node._objects
 
     async def text(self, wish: GenerateRequest) -> tuple[int, ...]:
         """All tokens of a request that must finish."""
@@ -88,7 +90,7 @@ class World:
         """Wait until what was set in motion has come to rest: the drafter has heard, the model thread is free."""
         while (self.drafter is not None and self.drafter.sessions) or self.verifier._scores:
             await asyncio.sleep(0)
-        await asyncio.wrap_future(self.node.loaded.thread.submit(lambda: None))
+        await asyncio.wrap_future(self.thread.submit(lambda: None))
 
     async def assert_empty(self) -> None:
         """Nobody reads any more, so nothing is held."""
@@ -132,8 +134,18 @@ class Kit:
             tuple((draft, instant) for draft in drafts), thread, 0.0,
         )  # fmt: skip
         async with compose.Node(loaded, CollectorRegistry()) as node:
-            yield World(node, target, drafts)
-            assert not [task for task in asyncio.all_tasks() if task.get_name() == "leaked"]
+            yield World(node, target, drafts, thread)
+
+    @staticmethod
+    def hold(thread: ThreadPoolExecutor) -> threading.Event:
+        """Keep the model's thread busy until the event is set."""
+        held = threading.Event()
+        thread.submit(held.wait, HANG_SECONDS)
+        return held
+
+    @staticmethod
+    async def collect(generation: Any) -> list[Chunk]:
+        return [chunk async for chunk in generation.chunks()]
 
     def close(self) -> None:
         for thread in self._threads:
