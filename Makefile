@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet
 INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard hatch_build.py sdcp_mono/kernels/csrc/*)
 STUBS := sdcp_mono/grpc/pb/sdcp.proto
 
-.PHONY: serve test check proto bench
+.PHONY: serve test check proto bench fuzz
 
 serve: $(VENV)/serve.stamp
 	$(BIN)/sdcp-mono serve $(ARGS)
@@ -25,6 +25,13 @@ check: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+# Guided by coverage, so it finds more the longer it runs; what it learnt stays in the corpus. Linux and macOS only.
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/dev.stamp
+	$(INSTALL) atheris
+	$(BIN)/python fuzz/fuzz_cbor.py -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=2048 \
+		-artifact_prefix=$(VENV)/ $(VENV)/fuzz-corpus
 
 # The generated stubs are committed, so only a change of the .proto needs grpcio-tools.
 ifeq ($(wildcard proto/$(STUBS)),)

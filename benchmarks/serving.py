@@ -28,6 +28,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from rich.progress import track
 
+from benchmarks import rounds as round_cost
 from sdcp_mono import compose
 from sdcp_mono.core.messages import Rule, Sampling
 from sdcp_mono.core.ports import GenerateRequest, RoundInfo, ScoreRequest
@@ -62,14 +63,6 @@ async def generate(node: compose.Node, request: GenerateRequest) -> Run:
         rounds += chunk.rounds
     await generation.close()
     return Run(tokens, last - first, first - started, tuple(rounds))
-
-
-def overhead(run: Run) -> list[tuple[float, float]]:
-    """Per drafted round: milliseconds that are neither model nor drafting, and of these the durable append.
-
-    From the wall time of the whole run: what is left after passes and drafting, over its rounds.
-    """
-    return [(1000 * (info.wait_seconds + info.commit_seconds), 1000 * info.commit_seconds) for info in run.rounds]
 
 
 class Bench:
@@ -123,15 +116,7 @@ class Bench:
                 if prompt.get("copy_heavy"):
                     groups["copy-heavy"].append(prompt)
             rows[mode] = {group: self._row(runs, mode, members) for group, members in groups.items()}
-        drafted = [info for (mode, name, _), all_ in runs.items() if (mode, name) == ("greedy", "default")
-                   for run in all_ for info in run.rounds if info.proposed]  # fmt: skip
-        other = [1000 * (info.wait_seconds + info.commit_seconds) for info in drafted]
-        append = [1000 * info.commit_seconds for info in drafted]
-        return {
-            "rates": rows,
-            "round_ms": {"wait": statistics.median([1000 * info.wait_seconds for info in drafted]),
-                         "append": statistics.median(append), "wait_and_append": statistics.median(other)},
-        }  # fmt: skip
+        return rows
 
     async def _one(self, drafted: bool, request: GenerateRequest) -> Run:
         async with self.node(drafted) as node:
@@ -198,6 +183,17 @@ class Bench:
                 times[m].append(self.loaded.thread.submit(step, m).result())
         self.loaded.thread.submit(target.release, session).result()
         return {f"M={m}": statistics.median(values[4:]) for m, values in times.items()}
+
+    def weights_mb(self) -> float:
+        """Packed weights of target and drafters, embedding table not counted: it stays in the file."""
+        from sdcp_mono.kernels import native
+        from sdcp_mono.runners.fused import FusedDecoder
+
+        models = [self.loaded.target, *(model for model, _ in self.loaded.drafts)]
+        decoders = [getattr(getattr(model, "_model", None), "decoder", None) for model in models]
+        packed = [m for d in decoders if isinstance(d, FusedDecoder) for m in d.matrices]
+        names = {number: name for name, number in native.FORMATS.items()}
+        return sum(native.packed_bytes(names[w.format], w.n, w.k) for w in packed) / 2**20
 
     def transformers(self) -> dict[str, float]:
         """Our plain decoding against transformers' generate, same weights and dtype, interleaved prompt by prompt."""
@@ -268,7 +264,7 @@ def machine() -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [f"{result['machine']}, {result['date']}; `{result['command']}`", ""]
-    greedy, sampled = result["speculation"]["rates"]["greedy"], result["speculation"]["rates"]["sampled"]
+    greedy, sampled = result["speculation"]["greedy"], result["speculation"]["sampled"]
     lines += [
         "| prompts | plain tokens/s | default tokens/s | ratio | tokens per round | temperature 1: ratio |",
         "|---|---|---|---|---|---|",
@@ -287,32 +283,21 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append(
             f"| {count} | {result['sessions'][f'default {count}']:.0f} | {result['sessions'][f'plain {count}']:.0f} |"
         )
-    hf, start, ms = result["transformers"], result["startup"], result["speculation"]["round_ms"]
+    hf, start, cost = result["transformers"], result["startup"], result["rounds"]
+    sessions, proposed = result["sessions"], cost["proposed"]
+    weights = result["weights_mb"]
     lines += [
         "",
         "| | |",
         "|---|---|",
-        f"| plain decoding against transformers `generate`, bfloat16 | {hf['ours']:.1f} against {hf['transformers']:.1f} tokens/s: {hf['ratio']:.2f}× |",
-        f"| 16 sessions against one | {result['sessions']['default 16'] / result['sessions']['default 1']:.2f}× |",
-        f"| of a round, neither model nor drafting: waiting for the pass, p50 | {ms['wait']:.2f} ms |",
-        f"| of a round: the durable append (fdatasync of this disk: {result['fdatasync_ms']:.2f} ms), p50 | {ms['append']:.2f} ms |",
+        f"| plain decoding against transformers `generate`, bfloat16, tokens/s | {hf['ours']:.1f} / {hf['transformers']:.1f} = {hf['ratio']:.2f}× |",
+        f"| 16 sessions against one, default drafting | {sessions['default 16'] / sessions['default 1']:.2f}× |",
+        f"| of a round, neither model nor drafting, p50 (`python -m benchmarks.rounds`) | {proposed['round_ms']:.2f} ms |",
+        f"| … of it the durable append (a bare fdatasync here: {cost['fdatasync_ms']:.2f} ms) | {proposed['append_ms']:.2f} ms |",
         f"| `serve` on a converted model to the first token | {start['first_token_s']:.1f} s |",
-        f"| idle memory: anonymous, file-backed | {start['rss_anon_mb']:.0f} MB, {start['rss_file_mb']:.0f} MB |",
+        f"| idle memory, anonymous + file-backed, MB (weights in memory: {weights:.0f}) | {start['rss_anon_mb']:.0f} + {start['rss_file_mb']:.0f} |",
     ]
     return "\n".join(lines) + "\n"
-
-
-def fdatasync() -> float:
-    """Milliseconds of a 4 KiB append and fdatasync in the data folder's file system, median of 50."""
-    with tempfile.NamedTemporaryFile(dir=Settings().data_dir if Settings().data_dir.exists() else None) as file:
-        times = []
-        for _ in range(50):
-            started = time.perf_counter()
-            file.write(b"x" * 4096)
-            file.flush()
-            os.fdatasync(file.fileno())
-            times.append(1000 * (time.perf_counter() - started))
-    return statistics.median(times)
 
 
 def main() -> None:
@@ -325,7 +310,7 @@ def main() -> None:
     bench = Bench(options.tokens, options.repeat)
     result = {
         "machine": machine(), "date": date.today().isoformat(), "command": "python -m benchmarks.serving",
-        "fdatasync_ms": fdatasync(), "verification": bench.verification(), "speculation": bench.speculation(),
+        "rounds": round_cost.run(bench.data), "weights_mb": bench.weights_mb(), "verification": bench.verification(), "speculation": bench.speculation(),
         "sessions": bench.sessions(), "transformers": bench.transformers(), "startup": startup(),
     }  # fmt: skip
     if options.json:

@@ -1,11 +1,11 @@
 """Coverage-guided fuzzing of everything that reads what a peer sent: messages, records, problem documents, requests.
 
-    python -m pip install atheris
-    python fuzz/fuzz_cbor.py -max_total_time=600 -max_len=4096 -rss_limit_mb=2048 CORPUS
+    make fuzz                   # installs atheris and runs ten minutes
+    make fuzz FUZZ_SECONDS=60
 
-CORPUS is a folder of your choice; it is created and seeded with one valid body of every message. A finding is an
+The corpus, a folder that is named last, is created and seeded with one valid body of every message. A finding is an
 exception outside the problem table (``core/problems.py``), a response of status 500, or one that is no valid answer;
-libFuzzer writes the input to ``crash-…``, and ``python fuzz/fuzz_cbor.py crash-…`` repeats it.
+libFuzzer writes the input to ``.venv/crash-…``, and ``.venv/bin/python fuzz/fuzz_cbor.py .venv/crash-…`` repeats it.
 """
 
 from __future__ import annotations

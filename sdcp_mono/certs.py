@@ -26,7 +26,9 @@ LEAF_DAYS: Final = 90  # short, so that renewal is exercised long before it matt
 RENEW_DAYS: Final = 30  # a leaf with less left is made anew
 SKEW: Final = dt.timedelta(minutes=5)  # peers' clocks differ
 HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-ROLES: Final = ("router", "verifier", "drafter", "drafter-b", "frontend", "mlc", "operator")  # drafter-b: for tests
+# verifier-b and drafter-b are for tests, which need two of a kind.
+ROLES: Final = ("router", "verifier", "verifier-b", "drafter", "drafter-b", "frontend", "mlc", "operator")
+KIT: Final = "kit"  # folder below the node's: the same CA, other identities, which the conformance kit plays
 GATEWAY: Final = "gateway"  # serves all roles on one port, so it names all of them; it is no client's identity
 
 
@@ -55,37 +57,45 @@ def init(
     *,
     hosts: Sequence[str] = HOSTS,
     roles: Mapping[str, str] | None = None,
+    ca: Path | None = None,
     now: dt.datetime | None = None,
 ) -> tuple[str, ...]:
     """Make the CA and one certificate a role, and ``gateway``, which carries the URIs of all of them.
 
     ``roles`` maps a file name to its identity, by default ``base_uris()``; ``hosts`` are DNS names and IP addresses.
-    What is there stays unless it expires within 30 days, names other hosts or URIs, or is not of this CA. Answers the
-    names it wrote. Raises ``ValueError`` for a CA whose key is missing, rather than replacing what peers trust.
+    ``ca`` is the folder of the CA that signs, by default ``directory`` itself, where one is made if there is none. What
+    is there stays unless it expires within 30 days, names other hosts or URIs, or is not of this CA. Answers the names
+    it wrote. Raises ``ValueError`` for a CA whose key is missing, rather than replacing what peers trust.
     """
     roles = dict(base_uris() if roles is None else roles)
     now = now or dt.datetime.now(dt.UTC)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    written = []
-    ca_files = files(directory, "ca")
-    if not ca_files.ca.exists():
-        ca, ca_key = make_ca(now)
-        _write(ca_files.key, _key_pem(ca_key), 0o600)
-        _write(ca_files.ca, ca.public_bytes(serialization.Encoding.PEM), 0o644)
-        written.append("ca")
-    else:
-        if not ca_files.key.exists():
-            raise ValueError(f"{ca_files.key} is missing: this CA can make no certificates; remove {ca_files.ca} first")
-        ca = x509.load_pem_x509_certificate(ca_files.ca.read_bytes())
-        ca_key = _load_key(ca_files.key)
+    issuer, issuer_key, made = _authority(ca or directory, now)
+    written = ["ca"] if made else []
+    if ca is not None:
+        _write(directory / "ca.pem", issuer.public_bytes(serialization.Encoding.PEM), 0o644)
     for name, uris in {**{name: (uri,) for name, uri in roles.items()}, GATEWAY: tuple(roles.values())}.items():
         target = files(directory, name)
-        if not _is_good(target, ca, hosts, uris, now):
-            cert, key = issue(ca, ca_key, name, hosts=hosts, uris=uris, now=now)
+        if not _is_good(target, issuer, hosts, uris, now):
+            cert, key = issue(issuer, issuer_key, name, hosts=hosts, uris=uris, now=now)
             _write(target.key, _key_pem(key), 0o600)
             _write(target.cert, cert.public_bytes(serialization.Encoding.PEM), 0o644)
             written.append(name)
     return tuple(written)
+
+
+def _authority(directory: Path, now: dt.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, bool]:
+    """The CA in ``directory``, and whether it had to be made."""
+    ca_files = files(directory, "ca")
+    if ca_files.ca.exists():
+        if not ca_files.key.exists():
+            raise ValueError(f"{ca_files.key} is missing: this CA can make no certificates; remove {ca_files.ca} first")
+        return *load_ca(directory), False
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ca, key = make_ca(now)
+    _write(ca_files.key, _key_pem(key), 0o600)
+    _write(ca_files.ca, ca.public_bytes(serialization.Encoding.PEM), 0o644)
+    return ca, key, True
 
 
 def issue(

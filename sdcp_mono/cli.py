@@ -155,13 +155,14 @@ def certs_init(
     directory: Annotated[Path, typer.Argument(help="Where to write; existing good ones are kept.")],
     host: Annotated[list[str] | None, typer.Option(help="Host names and addresses; repeatable.")] = None,
     port: Annotated[int, typer.Option(help="Port of the gateway, as the roles' base URIs name it.")] = 8443,
+    ca: Annotated[Path | None, typer.Option(help="Folder of the CA to use; none: the one written to.")] = None,
 ) -> None:
     """Make a development CA and one certificate for each role, keys readable by you alone."""
     from sdcp_mono import certs
 
     with _failures():
         roles = certs.base_uris(port, *(host or ())[:1])
-        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles)
+        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, ca=ca)
     out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
 
 
@@ -170,7 +171,8 @@ def conformance_(
     url: Annotated[str, typer.Argument(help="Base URI of the role to test, such as https://127.0.0.1:8443/verifier.")],
     role: Annotated[str, typer.Option(help="verifier, drafter or router.")],
     certs: Annotated[
-        Path | None, typer.Option(help="Folder as `certs init` makes it; none: the data folder's.")
+        Path | None,
+        typer.Option(help="Who the kit is, as `certs init` makes it; none: the data folder's certs, or certs/kit."),
     ] = None,
     mlc: Annotated[str | None, typer.Option(help="Base URI of a cache that the role trusts.")] = None,
     target: Annotated[str | None, typer.Option(help="Target digest in hex, where the role doesn't tell it.")] = None,
@@ -186,10 +188,15 @@ def conformance_(
     data: DataOption = None,
 ) -> None:
     """Test any SDCP implementation over the wire by acting as the other roles; exit code 1 if a MUST fails."""
+    from sdcp_mono.certs import KIT
     from sdcp_mono.conformance import conformance
 
+    if certs is None:
+        certs = _settings(data_dir=data).data_dir / "certs"
+        if role != "verifier":  # a verifier is called only; towards the others the kit is a peer with its own address
+            certs /= KIT
     code = conformance(
-        url, role, certs or _settings(data_dir=data).data_dir / "certs", mlc=mlc, target=target, tokenizer=tokenizer,
+        url, role, certs, mlc=mlc, target=target, tokenizer=tokenizer,
         vocab_size=vocab_size, context=context, trigger=trigger, listen=listen, untrusted=untrusted,
         only=tuple(only or ()), as_json=as_json, junit=junit,
     )  # fmt: skip

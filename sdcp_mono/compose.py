@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -27,7 +28,6 @@ from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.row_source import LocalRows
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 from sdcp_mono.core.engine import Engine, Limits
-from sdcp_mono.core.names import normalise_base
 from sdcp_mono.core.ports import (
     DrafterPort,
     DraftModel,
@@ -37,11 +37,12 @@ from sdcp_mono.core.ports import (
     TargetModel,
     VerifierPort,
 )
-from sdcp_mono.core.routing import Router
+from sdcp_mono.core.routing import Candidate, Router, prefer_idle
 from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.frontend import terminal
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
+from sdcp_mono.http_gateway.client import Drafters, Verifiers
 from sdcp_mono.http_gateway.identity import Access
 from sdcp_mono.http_gateway.mlc import MlcResources
 from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs
@@ -100,7 +101,7 @@ def _measure(target: TargetModel, drafts: tuple[tuple[DraftModel, bool], ...]) -
 
     return {
         "target": pass_costs(target),
-        **{model.name: drafting_costs(model) for model, instant in drafts if not instant},
+        **{model.name: drafting_costs(model, target) for model, instant in drafts if not instant},
     }
 
 
@@ -121,17 +122,17 @@ def _load_models(
     card = structs.replace(folder.card, context=context)
     identity = card.target + settings.dtype.encode()  # KV of other weights or another dtype is other KV
     blocks = settings.kv_memory_mb * 2**20 // (BLOCK_SIZE * decoder.kv_bytes_per_token)
-    target = TargetRunner(card, PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget))
-    return target, tuple(_load_drafts(settings, folder, card, tokenizer, progress))
+    paged = PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget)
+    return TargetRunner(card, paged), tuple(_load_drafts(settings, folder, card, paged, tokenizer, progress))
 
 
 def _load_drafts(
-    settings: Settings, folder: ModelFolder, card: ModelCard, tokenizer: Tokenizer, progress: Progress
+    settings: Settings, folder: ModelFolder, card: ModelCard, target: Any, tokenizer: Tokenizer, progress: Progress
 ) -> Iterator[tuple[DraftModel, bool]]:
     """The drafters in the order in which they are asked, with whether they are instant."""
     from sdcp_mono.drafters.detached import check_vocabulary, load_detached
     from sdcp_mono.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDraft
-    from sdcp_mono.drafters.quantized import load_quantized
+    from sdcp_mono.drafters.quantized import can_share, load_beside, load_quantized
     from sdcp_mono.kernels import native
 
     # Without the compiled kernels an int4 pass isn't faster than the target's, so n-gram alone is the best default.
@@ -144,6 +145,8 @@ def _load_drafts(
 
         if spec == "ngram":
             yield NgramDraft(card.vocab_size, min_match=MIN_MATCH if len(specs) == 1 else MIN_MATCH_BESIDE_MODEL), True
+        elif spec == "quantized" and settings.share_kv and can_share(target, settings.dtype):
+            yield load_beside(target, folder.path, card.target, threads=settings.threads, progress=show), False
         elif spec == "quantized":
             yield load_quantized(
                 folder.path, card.target, kv_bytes=kv_bytes, token_budget=settings.token_budget,
@@ -170,25 +173,32 @@ class Node:
         self._gateway = gateway
         self._stack = AsyncExitStack()
         self._bases = bases = certs.base_uris(settings.gateway_port)
+        self._kit = certs.base_uris(settings.kit_port) if _plays(settings, gateway) else {}
         observer = RoleMetrics(registry, ("target", *(model.name for model, _ in loaded.drafts)), settings.m_max)
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         self._sqlite = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
         self._objects = MemoryObjects(OBJECT_BYTES)
-        caches = Caches({}, self._objects, authority=AUTHORITY, own_base=bases["mlc"])
+        caches = Caches({}, self._objects, authority=AUTHORITY, own_base=bases["mlc"] if gateway else "")
         self._log = Logs(self._sqlite, caches)
         rows = HttpRows(
             caches, card.vocab_size, partial(_rows_from_bytes, card.vocab_size),
             local=LocalRows(self._objects, AUTHORITY, card.vocab_size),
         )  # fmt: skip
-        trusted = frozenset({bases["drafter"], *map(normalise_base, settings.trusted_drafters)})
+        trusted = frozenset({bases["drafter"], *settings.trusted_drafters})
         self._engine = engine = Engine(card, Limits(sessions=2 * settings.max_sessions), trusted)
         terms = Terms(
             m_max=settings.m_max, m_init=min(settings.m_init, settings.m_max), low_ratio=settings.low_ratio,
             active=settings.max_sessions, queue=settings.max_queue, wait_seconds=settings.queue_seconds,
+            drafted=bool(loaded.drafts or settings.drafters),
         )  # fmt: skip
-        verifiers: dict[str, VerifierPort] = {}
-        drafters: dict[str, DrafterPort] = {}
-        self.serving = RouterRole(Router(trusted=trusted), card, verifiers, drafters, self._log, self._objects, terms)
+        # Peers are added when the gateway opens. Router and drafter each call a verifier with their own certificate.
+        self._verifiers: dict[str, VerifierPort] = {}
+        self._drafters: dict[str, DrafterPort] = {}
+        self._drafted_for: dict[str, VerifierPort] = {}
+        self.serving = RouterRole(
+            Router(trusted=trusted, prefer=partial(_kit_first, frozenset(self._kit.values()))), card,
+            self._verifiers, self._drafters, self._log, self._objects, terms, caches.reference,
+        )  # fmt: skip
 
         def running() -> int:
             return sum(s.ended is None for s in engine.sessions.values())
@@ -197,7 +207,7 @@ class Node:
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
             rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
-        self._verifier = verifiers[bases["verifier"]] = Verifier(
+        self._verifier = self._verifiers[bases["verifier"]] = self._drafted_for[bases["verifier"]] = Verifier(
             bases["verifier"], engine, loaded.target, score, self._log, rows, self.serving, caches.tokens, observer,
         )  # fmt: skip
         self._drafter: Drafter | None = None
@@ -209,9 +219,9 @@ class Node:
                     rows=lambda request: request.m,
                 )  # fmt: skip
                 sources.append(Source(model, batcher, loaded.costs.get(model.name, CostTable())))
-            self._drafter = drafters[bases["drafter"]] = Drafter(
-                bases["drafter"], sources, verifiers, rows, self.serving, caches.tokens, m_fixed=settings.m_fixed,
-                verify_seconds=lambda rows: score.cost.seconds(rows),
+            self._drafter = self._drafters[bases["drafter"]] = Drafter(
+                bases["drafter"], sources, self._drafted_for, rows, self.serving, caches.tokens,
+                m_fixed=settings.m_fixed, verify_seconds=lambda rows: score.cost.seconds(rows),
             )  # fmt: skip
 
     async def __aenter__(self) -> Self:
@@ -236,22 +246,60 @@ class Node:
 
     def _served(self) -> AbstractAsyncContextManager[Gateway]:
         """The gateway in front of the roles, with development certificates that are made on first start."""
-        settings, bases = self._settings, self._bases
+        settings, bases, kit = self._settings, self._bases, self._kit
         directory = settings.certs_dir or settings.data_dir / "certs"
         if settings.certs_dir is None:
             certs.init(directory, roles=bases)
+        if kit:
+            certs.init(directory / certs.KIT, roles=kit, ca=directory)
+
+        def listed(own: tuple[str, ...], *roles: str) -> tuple[str, ...]:
+            return (*own, *(kit[role] for role in roles if kit))
+
+        verifiers = listed(settings.verifiers, "verifier", "verifier-b")
+        self._connect(directory, verifiers, listed(settings.drafters, "drafter", "drafter-b"))
         resources = {
-            "/verifier/": VerifierResources(self._verifier, self._engine.card, self._engine.drafter_of).resources,
+            "/verifier/": VerifierResources(
+                self._verifier, self._engine.card, self._engine.drafter_of, mlc=bases["mlc"]
+            ).resources,
             "/router/": RouterResources(self.serving).resources,
             "/mlc/": MlcResources(self._objects, self._sqlite, AUTHORITY).resources,
         }
         if self._drafter is not None:
             resources["/drafter/"] = DrafterResources(self._drafter).resources
-        access = Access.of(routers=(bases["router"],), verifiers=(bases["verifier"],), frontends=(bases["frontend"],))
+        access = Access.of(
+            routers=(bases["router"], *listed(settings.routers, "router")), verifiers=(bases["verifier"], *verifiers),
+            frontends=(bases["frontend"],),
+        )  # fmt: skip
         return serve_gateway(
             host=settings.gateway_host, port=settings.gateway_port, files=certs.files(directory, certs.GATEWAY),
             access=access, roles=resources,
         )  # fmt: skip
+
+
+    def _connect(self, directory: Path, verifiers: tuple[str, ...], drafters: tuple[str, ...]) -> None:
+        """Clients of the peers that may be called; a role of our own is never called over the wire."""
+        router, drafter = certs.files(directory, "router"), certs.files(directory, "drafter")
+        remote = (
+            Verifiers(dict.fromkeys(verifiers), router),
+            Drafters(dict.fromkeys(drafters), router),
+            Verifiers(dict.fromkeys(verifiers), drafter),
+        )
+        for clients in remote:
+            self._stack.push_async_callback(clients.close)
+        self._verifiers.update({**remote[0], **self._verifiers})
+        self._drafters.update({**remote[1], **self._drafters})
+        self._drafted_for.update({**remote[2], **self._drafted_for})
+
+
+def _plays(settings: Settings, gateway: bool) -> bool:
+    """Whether the conformance kit may play our peers: with our own development CA only, whose keys are on this disk."""
+    return gateway and settings.certs_dir is None and settings.kit_port not in (0, settings.gateway_port)
+
+
+def _kit_first(kit: frozenset[str], candidate: Candidate) -> tuple[int | str, ...]:
+    """The kit's roles report only while it tests, and then they are the ones to be asked."""
+    return (candidate.base not in kit, *prefer_idle(candidate))
 
 
 def _rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:

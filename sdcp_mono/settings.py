@@ -15,6 +15,12 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.problems import Malformed
+
+Names = Annotated[tuple[str, ...], NoDecode]
+"""In the environment separated by commas: SDCP_DRAFT=ngram,quantized"""
+
 
 def _data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "sdcp-mono"
@@ -39,10 +45,18 @@ class Settings(BaseSettings):
     certs_dir: Path | None = Field(
         None, description="ca.pem, gateway.pem, gateway-key.pem. None: a development CA made under the data folder."
     )
-    trusted_drafters: tuple[str, ...] = Field(
+    routers: Names = Field((), description="Base URIs of further routers that may use our verifier and drafter.")
+    verifiers: Names = Field((), description="Base URIs of further verifiers that our router and drafter work with.")
+    drafters: Names = Field((), description="Base URIs of further drafters that our router may assign.")
+    trusted_drafters: Names = Field(
         (), description="Base URIs of drafters that rule 2 may use, trusted like the verifier (section 9)."
     )
-    draft: Annotated[tuple[str, ...], NoDecode] = Field(
+    kit_port: int = Field(
+        9443, ge=0, le=65535,
+        description="The conformance kit's roles at 127.0.0.1 and this port are peers as if they were listed, "
+        "preferred while they report, never trusted under rule 2. Without certs_dir only; 0: they are strangers.",
+    )  # fmt: skip
+    draft: Names = Field(
         (), description="Drafters in order: none, ngram, quantized, model:DIR. Empty: the best that ships."
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="The target's weights and KV.")
@@ -51,6 +65,9 @@ class Settings(BaseSettings):
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the kernels; 0: one a core this process may use.")
     kv_memory_mb: int = Field(1024, ge=1, description="Memory of the target's KV cache, and of each draft model's.")
+    share_kv: bool = Field(
+        True, description="Let the quantized drafter read the target's KV instead of keeping its own (one process)."
+    )
     token_budget: int = Field(256, ge=16, le=65536, description="Rows of one pass: bounds what others wait for.")
     max_context: int = Field(0, ge=0, description="Context length to serve; 0: the model's.")
     max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
@@ -62,11 +79,18 @@ class Settings(BaseSettings):
     low_ratio: int = Field(0, ge=0, le=100, description="A round is low below this percentage accepted (6.5.2).")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the log on stderr.")
 
-    @field_validator("draft", mode="before")
+    @field_validator("draft", "routers", "verifiers", "drafters", "trusted_drafters", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """SDCP_DRAFT=ngram,quantized"""
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("routers", "verifiers", "drafters", "trusted_drafters")
+    @classmethod
+    def _base_uris(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(map(normalise_base, value))
+        except Malformed as malformed:
+            raise ValueError(malformed.detail) from None
 
     @classmethod
     def settings_customise_sources(

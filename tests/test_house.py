@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-OURS = ("sdcp_mono", "tests", "benchmarks", "examples", "docs", "deploy", "proto", ".ci")
+OURS = ("sdcp_mono", "tests", "benchmarks", "examples", "docs", "deploy", "proto", "fuzz", ".ci")
 MAX_LINES = 500
 MEANINGLESS = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"}
 # Somebody's own machine, files beside the repository, and work that was left for later.

@@ -47,9 +47,13 @@ MAX_OUTPUT_TOKENS: Final = 64 * 1024  # tokens in one output message (AMB-170)
 
 
 class Limits(Struct, frozen=True):
-    """What one verifier holds at most. ``retention_ms``: how long an ended session stays readable (AMB-070, 169)."""
+    """What one verifier holds at most. ``sessions`` counts live ones.
+
+    ``retention_ms``: how long an ended session stays readable (AMB-070, 169), unless ``ended`` later ones push it out.
+    """
 
     sessions: int = 256
+    ended: int = 256  # an ended session holds its tokens and verdicts, no KV
     retention_ms: int = 60_000
     idle_ms: int = 600_000  # a session nobody drives is closed after this, so abandoned ones can't pile up
 
@@ -91,7 +95,7 @@ class Engine:
                 if opening != known.opening:
                     raise Conflict("session: already open with other contents")
                 return known.state()
-        elif len(self.sessions) >= self.limits.sessions:
+        elif sum(not session.over for session in self.sessions.values()) >= self.limits.sessions:
             raise Unavailable("the verifier holds as many sessions as it may", retry_after_ms=1000)
         return None
 
@@ -122,6 +126,7 @@ class Engine:
         replaced = self.sessions.get(message.session)
         effects = replaced.fence(at) if replaced is not None and not replaced.fenced else []
         effects = [effect for effect in effects if not isinstance(effect, Release)]  # the new one goes on with the KV
+        self._make_room()
         self.sessions[message.session] = session
         effects += [Reply(waiter, session.state()), *session.proceed(at)]
         return effects if session.ended is None else [*effects, Release(message.session)]
@@ -175,7 +180,7 @@ class Engine:
 
     def serves(self, session: SessionId) -> bool:
         known = self.sessions.get(session)
-        return known is not None and known.ended is None and not known.fenced
+        return known is not None and not known.over
 
     # ---- answers to effects ----------------------------------------------------------------------
 
@@ -252,17 +257,21 @@ class Engine:
     def forget(self, session: SessionId) -> None:
         """Drop an ended session before its retention is over (its reader has everything)."""
         known = self.sessions.get(session)
-        if known is not None and (known.ended is not None or known.fenced):
+        if known is not None and known.over:
             del self.sessions[session]
+
+    def _make_room(self) -> None:
+        over = sorted((s for s in self.sessions.values() if s.over), key=lambda s: s.touched_ms)
+        for session in over[: -self.limits.ended or None]:
+            del self.sessions[session.id]
 
     def tick(self, at: Moment) -> Effects:
         """Close sessions nobody drives and forget ended ones; call about once a second."""
         effects: Effects = []
         for session in list(self.sessions.values()):
-            over = session.ended is not None or session.fenced
-            if over and at.ms - session.touched_ms >= self.limits.retention_ms:
+            if session.over and at.ms - session.touched_ms >= self.limits.retention_ms:
                 del self.sessions[session.id]
-            elif not over and session.flight is None and at.ms - session.touched_ms >= self.limits.idle_ms:
+            elif not session.over and session.flight is None and at.ms - session.touched_ms >= self.limits.idle_ms:
                 effects += session.close(at)
         return effects
 

@@ -253,11 +253,13 @@ class OpenOptions(Struct, frozen=True):
 
     ``lead``: decode the first token before any drafter is needed (prefill has computed its distribution anyway).
     ``undrafted``: no drafter will come, decode token by token at once (AMB-124).
+    ``transient``: forget it when it is closed; its one reader has everything, nobody asks again (AMB-070).
     ``top_logprobs``: report log-probabilities with this many alternatives; -1 for none.
     """
 
     lead: bool = False
     undrafted: bool = False
+    transient: bool = False
     top_logprobs: int = -1
 
 

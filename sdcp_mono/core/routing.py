@@ -170,7 +170,7 @@ class Router:
         *,
         models: dict[str, tuple[bytes, ...]] | None = None,
         trusted: frozenset[str] = frozenset(),
-        prefer: Callable[[Candidate], tuple[int, int, int, str]] = prefer_idle,
+        prefer: Callable[[Candidate], tuple[int | str, ...]] = prefer_idle,
         patience_ms: int | None = None,
     ) -> None:
         self.models = models or {}  # configured draft models by base URI; wins over what a status says (AMB-033)
@@ -199,7 +199,7 @@ class Router:
         return [i for i in self.instances.values() if i.role is role and now_ms < i.expires_ms]
 
     def _choose(self, instances: Sequence[Instance]) -> Instance | None:
-        def rank(instance: Instance) -> tuple[int, int, int, str]:
+        def rank(instance: Instance) -> tuple[int | str, ...]:
             status = instance.status
             milli = status.accept_milli if status.accept_milli is not UNSET else 0
             return self.prefer(Candidate(instance.base, status.load, status.queue, milli, instance.sessions))

@@ -138,6 +138,11 @@ class Session:
         return self.control.cap if last is None or self.assigned_round >= last.round else last.m_cap
 
     @property
+    def over(self) -> bool:
+        """Nothing more will be committed here."""
+        return self.ended is not None or self.fenced
+
+    @property
     def drafted(self) -> bool:
         """Whether it is a drafter's turn to propose."""
         return self.assignment is not None and not self.released
@@ -361,7 +366,7 @@ class Session:
                 return self.appended(pending, "ok", at)
             return self.fence(at)  # a fence, or another writer: either way this verifier has lost the session
         flight.pending = structs.replace(pending, attempt=pending.attempt + 1)
-        effects: Effects = [flight.pending] if records is not None else [ReadLog(flight.pending)]
+        effects: Effects = [ReadLog(flight.pending) if records is None else flight.pending]
         if flight.pending.attempt >= QUIET_APPENDS:  # the result is kept; a retry joins this flight
             busy = Unavailable("the commit log does not answer", retry_after_ms=RETRY_AFTER_MS)
             effects += [Reply(waiter, busy) for waiter in flight.leave()]
@@ -370,8 +375,8 @@ class Session:
     def fence(self, at: Moment) -> Effects:
         """Another verifier has the session: discard the round, release nothing, stop serving (6.3 step 8)."""
         self.fenced = True
-        effects: Effects = [Publish(self.id), Release(self.id)]
-        return effects + self._land(StaleEpoch("a verifier with a higher epoch has taken over"), at)
+        refusal = StaleEpoch("a verifier with a higher epoch has taken over")
+        return [Publish(self.id), Release(self.id), *self._land(refusal, at)]
 
     # ---- the round has ended ---------------------------------------------------------------------
 
@@ -400,7 +405,7 @@ class Session:
 
     def proceed(self, at: Moment) -> Effects:
         """Decode one token without a drafter, if that is what the session is waiting for (6.5.2, AMB-124)."""
-        if self.flight is not None or self.ended is not None or self.fenced:
+        if self.flight is not None or self.over:
             return []
         if self.self_left is not None:
             limit = self.contract.self_load
@@ -443,8 +448,7 @@ class Session:
         old = self.assignment
         repeated = (
             old is not None
-            and not self.released
-            and not self._self_decoding()
+            and not (self.released or self._self_decoding())
             and (old.drafter, old.epoch, old.round) == (assignment.drafter, assignment.epoch, assignment.round)
         )
         if not repeated:  # AMB-077: a retry must not reset m_cap
@@ -485,12 +489,11 @@ class Session:
 
     def close(self, at: Moment) -> Effects:
         """The router gives the session up (AMB-070); readers see it end with fail, waiting callers a 410."""
-        if self.ended is not None or self.fenced:
+        if self.over:
             return []
         self.ended, self.error, self.touched_ms = Action.FAIL, "closed by the router", at.ms
         self.self_left, self.undrafted = None, False
-        effects: Effects = [Publish(self.id), Release(self.id)]
-        return effects + self._land(SessionClosed("the session was closed"), at)
+        return [Publish(self.id), Release(self.id), *self._land(SessionClosed("the session was closed"), at)]
 
 
 def _self_limit(self_max: object, max_new: int) -> int:

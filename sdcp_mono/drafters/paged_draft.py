@@ -21,6 +21,7 @@ import torch
 from sdcp_mono.core.messages import UNSET, Hash32, Rule, SessionId
 from sdcp_mono.core.ports import Draft, DraftRequest
 from sdcp_mono.runners.blocks import BLOCK_SIZE
+from sdcp_mono.runners.borrowed import BorrowedModel
 from sdcp_mono.runners.decoder import Decoder
 from sdcp_mono.runners.paged import Feed, PagedModel
 from sdcp_mono.runners.rows import QRows
@@ -47,7 +48,7 @@ class _Lane:
 class PagedDraft:
     """A ``DraftModel`` that takes ``model`` over; owned by one thread. ``identity`` is the digest of its weights."""
 
-    def __init__(self, model: PagedModel, name: str, identity: Hash32) -> None:
+    def __init__(self, model: PagedModel | BorrowedModel, name: str, identity: Hash32) -> None:
         self.name = name
         self.identity = identity
         self.vocab_size = model.decoder.vocab_size

@@ -6,17 +6,18 @@ is ``Unavailable``: nothing is known, and the same request may be sent again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, TypeVar
 from urllib.parse import quote
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import (
     Assignment,
     Decline,
     Event,
+    Hash32,
     Message,
     Output,
     Policy,
@@ -40,6 +41,15 @@ ROUND_SECONDS: Final = 60.0  # a round waits in the verifier's batch queue, then
 POLL_SECONDS: Final = 20.0  # the longest wait that is asked for (AMB-166)
 
 
+class Described(Struct, frozen=True):
+    """What a verifier's base URI tells; anything else there is ignored."""
+
+    target: Hash32
+    tokenizer: Hash32
+    vocab_size: int
+    context: int
+
+
 class VerifierClient:
     """``VerifierPort`` over HTTP. ``OpenOptions`` are our own verifier's and don't cross the wire."""
 
@@ -49,11 +59,8 @@ class VerifierClient:
     async def card(self, name: str = "remote") -> ModelCard:
         """What the verifier serves (our extension: GET of its base); raises ``Malformed`` where that isn't offered."""
         answer = await self._peer.call("GET", "")
-        card = _value(answer.body, dict[str, int | bytes])
-        try:
-            return ModelCard(name, card["target"], card["tokenizer"], card["vocab_size"], card["context"])  # type: ignore[arg-type]
-        except KeyError as error:
-            raise Unavailable(f"{self._peer.base}: its description lacks {error}") from None
+        told = _value(answer.body, Described)
+        return ModelCard(name, told.target, told.tokenizer, told.vocab_size, told.context)
 
     async def open(self, opening: SessionOpen, options: OpenOptions | None = None) -> SessionState:
         return await self._ask("POST", "sessions", opening, SessionState, OPEN_SECONDS)
@@ -117,23 +124,28 @@ class RouterClient:
         await self._peer.call("POST", "events", cbor.encode(event))
 
 
-class Verifiers(Mapping[str, VerifierClient]):
-    """The verifiers a drafter works with (AMB-045), by base URI: a client each, made when it is first needed."""
+C = TypeVar("C")
+
+
+class _Clients(Mapping[str, C]):
+    """Peers by base URI, a client each, made when it is first needed; no other base URI is ever called."""
+
+    _client: Callable[[Peer], C]
 
     def __init__(self, bases: Mapping[str, str | None], files: PemFiles) -> None:
         """``bases`` maps each base URI to the address to connect to, None where it says that itself."""
         self._addresses = {normalise_base(base): address for base, address in bases.items()}
         self._files = files
-        self._made: dict[str, tuple[Peer, VerifierClient]] = {}
+        self._made: dict[str, tuple[Peer, C]] = {}
 
-    def __getitem__(self, base: str) -> VerifierClient:
+    def __getitem__(self, base: str) -> C:
         try:
             base = normalise_base(base)
         except Malformed:
             raise KeyError(base) from None
         if base not in self._made:
             peer = Peer(base, self._files, address=self._addresses[base])
-            self._made[base] = peer, VerifierClient(peer)
+            self._made[base] = peer, self._client(peer)
         return self._made[base][1]
 
     def __iter__(self) -> Iterator[str]:
@@ -145,6 +157,18 @@ class Verifiers(Mapping[str, VerifierClient]):
     async def close(self) -> None:
         for peer, _ in self._made.values():
             await peer.close()
+
+
+class Verifiers(_Clients[VerifierClient]):
+    """The verifiers that a drafter or a router works with (AMB-045)."""
+
+    _client = VerifierClient
+
+
+class Drafters(_Clients[DrafterClient]):
+    """The drafters that a router may assign."""
+
+    _client = DrafterClient
 
 
 def _message(body: bytes, type: type[M]) -> M:

@@ -109,10 +109,12 @@ class MlcClient:
     # ---- CommitLog -------------------------------------------------------------------------------
 
     async def create(self, log: str) -> None:
+        """An MLC may refuse the name of an empty log too; the router has made it then (AMB-071)."""
         try:
             await self._peer.call("PUT", _split(log)[0], b"", headers={"if-none-match": "*"}, content_type=SEQUENCE)
         except PreconditionFailed as failed:
-            raise Conflict(failed.detail) from None
+            if await self.read(log):
+                raise Conflict(failed.detail) from None
 
     async def append(self, appends: Sequence[LogAppend]) -> Sequence[AppendOutcome]:
         """One after the other: over HTTP each log is a resource of its own."""
@@ -186,6 +188,10 @@ class Caches:
         except Malformed:
             return None
         return str(name) if name.authority == self._authority else None
+
+    def reference(self, name: MlcUri) -> str:
+        """How others name an object of this process's own store: by its https form, where it is served."""
+        return str(name).replace(f"mlc://{self._authority}/", self._own_base, 1) if self._own_base else str(name)
 
     async def fetch(self, uri: str, scope: bytes | None, *, limit: int, seconds: float) -> bytes | ByteSource | None:
         """The object behind a reference; None if it isn't there. Raises ``Unprocessable`` for one not to be fetched."""
@@ -321,7 +327,7 @@ class HttpRows:
         if self._publish_to is None:
             if self._local is None:
                 raise Unavailable("there is no cache to publish rows to")
-            return await self._local.publish(rows, scope)
+            return self._caches.reference(MlcUri.parse(await self._local.publish(rows, scope)))
         uri = self._publish_to.uri(scope, ROWS, secrets.token_hex(16))
         await self._publish_to.put(uri, rows, ttl_ms=ROWS_TTL_MS)
         self._published.add(uri)
@@ -331,7 +337,7 @@ class HttpRows:
         """The object's short TTL stands for its lease, so giving it up is deleting it."""
         if uri not in self._published:
             if self._local is not None:
-                await self._local.release(uri)
+                await self._local.release(self._caches.local(uri) or uri)
             return
         self._published.discard(uri)
         assert self._publish_to is not None

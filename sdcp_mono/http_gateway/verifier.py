@@ -26,7 +26,10 @@ _BEYOND: Final = 2**62  # an output index past any output: asking from there cop
 
 
 class VerifierResources:
-    """``drafter_of`` names the drafter a session is assigned to now, for reading its output (AMB-049)."""
+    """``drafter_of`` names the drafter a session is assigned to now, for reading its output (AMB-049).
+
+    ``mlc`` is the base URI of a cache that references may name, told to whoever asks; empty: there is none.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class VerifierResources:
         card: ModelCard,
         drafter_of: Callable[[SessionId], str | None],
         limits: GatewayLimits | None = None,
+        mlc: str = "",
     ) -> None:
         limits = limits or GatewayLimits()
         self._port = port
@@ -46,6 +50,7 @@ class VerifierResources:
                 "tokenizer": card.tokenizer,
                 "vocab_size": card.vocab_size,
                 "context": card.context,
+                **({"mlc": mlc} if mlc else {}),
             }
         )
 
@@ -63,7 +68,7 @@ class VerifierResources:
         }
 
     async def discover(self, call: Call) -> Response:
-        """What a contract has to name: target and tokenizer digest, V, context length. For every identity of the CA."""
+        """What a contract has to name, V, context length and the cache. For every identity of the CA."""
         call.must_accept()
         return octets(self._card, CBOR)
 

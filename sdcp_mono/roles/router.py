@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -29,7 +29,15 @@ from sdcp_mono.core.ports import (
     OpenOptions,
     VerifierPort,
 )
-from sdcp_mono.core.problems import Refusal, SessionClosed, StaleEpoch, TooManyRequests, Unavailable, UnknownSession
+from sdcp_mono.core.problems import (
+    Forbidden,
+    Refusal,
+    SessionClosed,
+    StaleEpoch,
+    TooManyRequests,
+    Unavailable,
+    UnknownSession,
+)
 from sdcp_mono.core.routing import Assign, Ended, Fence, Inform, Open, ReadRecords, Router, SendPolicy, Stage, Step
 from sdcp_mono.roles.tasks import Tasks, repeat
 
@@ -66,10 +74,15 @@ class Terms(Struct, frozen=True):
     active: int = 32  # sessions at work; more wait, so that each one is fast enough to be useful
     queue: int = 256  # waiting requests; more would wait longer than clients do
     wait_seconds: float = 120.0  # of a queued request, then 503
+    drafted: bool = True  # a drafter will come; otherwise a session is drafted if one has reported when it opens
 
 
 class RouterRole:
-    """Implements ``RouterPort`` and ``Serving``. ``drafted`` False: no drafter is configured at all."""
+    """Implements ``RouterPort`` and ``Serving``.
+
+    ``verifiers`` and ``drafters`` are all it may call, by base URI. ``reference`` is how others name an object of this
+    process.
+    """
 
     def __init__(
         self,
@@ -80,6 +93,7 @@ class RouterRole:
         commit_log: CommitLog,
         objects: ObjectStore,
         terms: Terms | None = None,
+        reference: Callable[[MlcUri], str] = str,
     ) -> None:
         self.machine = machine
         self.terms = terms = terms or Terms()
@@ -88,6 +102,7 @@ class RouterRole:
         self._drafters = drafters
         self._log = commit_log
         self._objects = objects
+        self._reference = reference
         self._slots = asyncio.Semaphore(terms.active)
         self._waiting = 0
         self._active: dict[SessionId, _Active] = {}
@@ -112,6 +127,10 @@ class RouterRole:
     # ---- RouterPort ------------------------------------------------------------------------------
 
     async def status(self, status: Status) -> None:
+        """Raises ``Forbidden`` for an instance that is not to be called: it must not be chosen either."""
+        known = self._verifiers if status.role == Role.VERIFIER else self._drafters
+        if (status.instance if status.base is UNSET else status.base) not in known:
+            raise Forbidden("base: not an instance that this router works with")
         self.machine.status(status, _now_ms())
         self._reported.set()
 
@@ -151,7 +170,7 @@ class RouterRole:
             if self._slots.locked() and self._waiting >= self.terms.queue:
                 raise TooManyRequests("the queue is full", retry_after_ms=1000)
             # A log belongs to one attempt: a later identical request starts another.
-            active = _Active(session, str(MlcUri("local", SCOPE, "log", secrets.token_hex(16))))
+            active = _Active(session, self._reference(_local("log")))
             self._active[session] = active
             self._waiting += 1
             active.opening = self._tasks.start(self._admit(active, request))
@@ -186,8 +205,9 @@ class RouterRole:
     async def _open(self, active: _Active, request: GenerateRequest, *, last: bool) -> bool:
         """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
         opening = self._opening(request, active)
-        drafted = request.speculative and bool(self._drafters)
-        options = OpenOptions(lead=True, undrafted=not drafted, top_logprobs=request.top_logprobs)
+        expected = self.terms.drafted or bool(self.machine.alive(Role.DRAFTER, _now_ms()))
+        drafted = request.speculative and expected
+        options = OpenOptions(lead=True, undrafted=not drafted, transient=True, top_logprobs=request.top_logprobs)
         (step,) = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
         try:
             await self._step(step)
@@ -255,6 +275,8 @@ class RouterRole:
             case Open():
                 active = self._active[step.session]
                 active.asked = step.verifier
+                if step.message.resume is UNSET:
+                    await self._log.create(active.commit_log)  # AMB-071
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
                 active.verifier, active.epoch = step.verifier, step.message.epoch
                 active.moved.set()
@@ -274,9 +296,9 @@ class RouterRole:
             case ReadRecords():
                 records = await self._log.read(step.log)
                 tokens = [token for record in records for token in getattr(record, "emitted", ())]
-                uri = str(MlcUri("local", SCOPE, "tokens", secrets.token_hex(16)))
-                await self._objects.put(uri, cbor.encode_value(tokens), ttl_ms=TOKENS_TTL_MS)
-                self._carry_out(self.machine.records(step.session, records, uri, _now_ms()))
+                uri = _local("tokens")
+                await self._objects.put(str(uri), cbor.encode_value(tokens), ttl_ms=TOKENS_TTL_MS)
+                self._carry_out(self.machine.records(step.session, records, self._reference(uri), _now_ms()))
             case SendPolicy():
                 await self._verifiers[step.verifier].policy(step.policy)
             case Ended():
@@ -379,6 +401,11 @@ class Reader:
         if self._open:
             self._open = False
             await self._router.leave(self._active)
+
+
+def _local(kind: str) -> MlcUri:
+    """A new name in this process."""
+    return MlcUri("local", SCOPE, kind, secrets.token_hex(16))
 
 
 def _now_ms() -> int:

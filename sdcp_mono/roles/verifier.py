@@ -134,7 +134,7 @@ class Verifier:
 
     def load(self) -> int:
         """Percent of the session slots in use (AMB-186); busy time says little where drafter and target share cores."""
-        active = sum(s.ended is None and not s.fenced for s in self.engine.sessions.values())
+        active = sum(not s.over for s in self.engine.sessions.values())
         return min(100, 100 * active // self.engine.limits.sessions)
 
     # ---- VerifierPort ----------------------------------------------------------------------------
@@ -206,7 +206,8 @@ class Verifier:
 
     async def close(self, session: SessionId) -> None:
         self._carry_out(self.engine.close(session, self.moment()))
-        self.engine.forget(session)
+        if self.engine.sessions[session].options.transient:
+            self.engine.forget(session)
 
     # ---- calls and answers -----------------------------------------------------------------------
 

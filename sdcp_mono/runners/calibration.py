@@ -34,13 +34,16 @@ def pass_costs(target: TargetModel) -> CostTable:
     return table
 
 
-def drafting_costs(model: DraftModel) -> CostTable:
-    """Seconds of one drafting step by the sessions that share it."""
+def drafting_costs(model: DraftModel, target: TargetModel) -> CostTable:
+    """Seconds of one drafting step by the sessions that share it. The target holds the sessions: KV may be shared."""
     table = CostTable()
-    if not _fits(model.vocab_size, PREFIX + ROWS[-1]):
+    if not _fits(model.vocab_size, target.card.context):
         return table
     sessions = [b"calibration".ljust(15) + bytes([i]) for i in range(SESSIONS[-1])]
     prefixes = [list(range(1 + i, PREFIX + 1 + i)) for i in range(SESSIONS[-1])]
+    for session, prefix in zip(sessions, prefixes, strict=True):
+        if target.admit(session, PREFIX + ROWS[-1]):
+            target.step([ScoreRequest(session, prefix, PREFIX, (), Rule.GREEDY, Sampling())])
     for count in SESSIONS:
         best = float("inf")
         for round_ in range(TRIES):
@@ -51,11 +54,12 @@ def drafting_costs(model: DraftModel) -> CostTable:
             drafts = model.draft(asked)
             costs = [draft.seconds_per_token for draft in drafts if draft is not None and draft.tokens]
             if len(costs) == count:
-                best = min(best, *costs) if count > 1 else min(best, costs[0])
+                best = min([best, *costs])
         if best < float("inf"):
             table = table.after(count, best)
     for session in sessions:
         model.release(session)
+        target.release(session)
     return table
 
 

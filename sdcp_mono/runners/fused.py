@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from sdcp_mono.kernels import native
 from sdcp_mono.kernels.native import FORMATS, Buffer, Format, Weight
-from sdcp_mono.runners.decoder import RaggedBatch
+from sdcp_mono.runners.decoder import Decoder, RaggedBatch
 
 Progress = Callable[[int, int], None]  # parameters packed so far, parameters in all
 
@@ -277,6 +277,16 @@ class FusedDecoder:
         self.block_bytes = block_size * self.kv_bytes_per_token
         self._kv = Buffer(blocks * self.block_bytes)
         self._struct.kv = self._kv.address
+
+    def share_kv(self, other: Decoder) -> None:
+        """Run over ``other``'s KV instead of one's own (``runners/borrowed.py``)."""
+        if not isinstance(other, FusedDecoder) or other._kv is None:
+            raise ValueError("share_kv: the other decoder has no KV that this one could read")
+        if other.kv_dtype != self.kv_dtype or other.kv_bytes_per_token != self.kv_bytes_per_token:
+            raise ValueError("share_kv: the other decoder's KV has another dtype or another shape")
+        self._struct.blocks, self._struct.block_size = other._struct.blocks, other._struct.block_size
+        self.block_bytes, self._kv = other.block_bytes, other._kv
+        self._struct.kv = other._struct.kv
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See ``Decoder``: (R, V) float32 logits, valid until the next call.

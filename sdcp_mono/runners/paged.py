@@ -172,6 +172,29 @@ class PagedModel:
             self.pool.drop(known.table[: known.taken].tolist())
             self.pool.unreserve(len(known.table) - known.taken)
 
+    @property
+    def scratch(self) -> int:
+        """A slot that nothing is read from."""
+        return self._scratch
+
+    def agreed(self, feed: Feed) -> int:
+        """How many leading tokens of a feed's sequence are in the KV, of its committed prefix only."""
+        session = self._sessions.get(feed.session)
+        if session is None or session.prefix is None:
+            return 0
+        held = session.tokens[: feed.length]
+        if session.prefix is feed.prefix:  # the confirmed part needs no comparison
+            return session.confirmed + _common(held[session.confirmed :], feed.slice(session.confirmed, len(held)))
+        return _common(held, feed.slice(0, len(held)))
+
+    def lend(self, session: bytes, tokens: int) -> Ints:
+        """The block table of a session, with blocks for ``tokens`` tokens; the caller may write what isn't held yet."""
+        known = self._sessions[session]
+        while known.taken * self.block_size < tokens:
+            known.table[known.taken] = self.pool.take()
+            known.taken += 1
+        return known.table
+
     def feed(self, work: Sequence[Feed]) -> list[torch.Tensor | None]:
         """One pass. For each feed the logits of its last ``want`` rows, (want, V) float32, valid until the next call;
         None while its rows didn't all fit the budget: feed it again (nothing is lost by feeding something else).

@@ -269,9 +269,20 @@ def test_a_verifier_holds_a_limited_number_of_sessions(kit: Any) -> None:
     assert refusal.retry_after_ms
     assert isinstance(world.open(session=names[0], commit_log=logs[0]), SessionState)  # a replay takes no room
     world.run(world.engine.close(names[0], world.at()))
+    assert isinstance(world.open(session=names[2], commit_log=logs[2]), SessionState)  # ended ones take none
     world.now_ms += 1000
     world.run(world.engine.tick(world.at()))
-    assert isinstance(world.open(session=names[2], commit_log=logs[2]), SessionState)
+    assert set(world.engine.sessions) == set(names[1:])
+
+
+def test_of_ended_sessions_the_latest_stay_readable(kit: Any) -> None:
+    world = kit.World(limits=Limits(sessions=1, ended=2))
+    names = [bytes([i]) * 16 for i in range(5)]
+    for i, name in enumerate(names):
+        world.now_ms = i
+        assert isinstance(world.open(session=name, commit_log=f"mlc://mlc/-/log/{i}"), SessionState)
+        assert set(world.engine.sessions) == set(names[max(0, i - 2) : i + 1])
+        world.run(world.engine.close(name, world.at()))
 
 
 def test_amb_070_169_ended_sessions_are_readable_for_a_while_and_abandoned_ones_are_closed(kit: Any) -> None:

@@ -9,6 +9,7 @@ import cbor2
 import pytest
 
 from sdcp_mono.core import cbor
+from sdcp_mono.core.effects import Moment
 from sdcp_mono.core.names import format_session
 
 
@@ -92,9 +93,14 @@ def test_amb_070_delete_and_amb_066_policy(kit: Any) -> None:
         late = await site.curl("router", "POST", f"{path}/policy", policy | {"from_round": 0})
         assert late.kind == (409, "sdcp-stale-base")  # AMB-173
         assert (await site.curl("router", "DELETE", path)).status == 204
-        assert (await site.curl("router", "DELETE", path)).kind == (404, "")
+        assert (await site.curl("router", "DELETE", path)).status == 204  # again
         refused = await site.curl("drafter", "POST", "/verifier/proposals", kit.proposal(state, (5,)))
-        assert refused.status in (403, 410)
+        assert refused.kind == (410, "sdcp-session-closed")
+        output = await site.curl("router", "GET", f"{path}/output?from=0")
+        assert (output.cbor["final"], output.cbor["finish"]) == (True, 5)
+        site.engine.tick(Moment(ms=site.verifier.moment().ms + site.engine.limits.retention_ms, load=0))
+        assert (await site.curl("router", "GET", f"{path}/output?from=0")).kind == (404, "")
+        assert (await site.curl("router", "DELETE", path)).kind == (404, "")
 
     kit.run(test)
 

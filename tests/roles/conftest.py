@@ -1,4 +1,4 @@
-"""One node of real roles over toy models: the real SQLite log, the real object store, one event loop, one model thread."""
+"""A node of real roles over toy models: the real SQLite log and object store, one event loop, one model thread."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from prometheus_client import CollectorRegistry
 from sdcp_mono import compose
 from sdcp_mono.core.messages import UNSET, Rule, Sampling
 from sdcp_mono.core.ports import Chunk, GenerateRequest, ModelCard
+from sdcp_mono.roles.tasks import repeat
 from sdcp_mono.settings import Settings
 
 VOCAB = 64
 CARD = ModelCard("toy", b"t" * 32, b"k" * 32, VOCAB, 4096)
 EDGES = {token: (5 * token + 7) % VOCAB for token in range(VOCAB)}  # one cycle through all ids
+_SLEEP = asyncio.sleep
 HANG_SECONDS = 60  # far above what any test takes: a test that hangs should say so
 
 
@@ -57,6 +59,12 @@ def request(prompt: Sequence[int] = (1, 2, 3), max_new: int = 40, **changes: Any
     return GenerateRequest(**members | changes)
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the event loop turn until something is so; ``run`` ends it if it never is."""
+    while not condition():
+        await _SLEEP(0)
+
+
 class World:
     """A running node, and where to look whether it kept something."""
 
@@ -88,8 +96,7 @@ class World:
 
     async def idle(self) -> None:
         """Wait until what was set in motion has come to rest: the drafter has heard, the model thread is free."""
-        while (self.drafter is not None and self.drafter.sessions) or self.verifier._scores:
-            await asyncio.sleep(0)
+        await until(lambda: not ((self.drafter is not None and self.drafter.sessions) or self.verifier._scores))
         await asyncio.wrap_future(self.thread.submit(lambda: None))
 
     async def assert_empty(self) -> None:
@@ -115,6 +122,7 @@ class Kit:
     VOCAB, CARD, EDGES = VOCAB, CARD, EDGES
     toy = toy
     follow = staticmethod(follow)
+    until = staticmethod(until)
     request = staticmethod(request)
 
     def __init__(self, tmp_path: Path) -> None:
@@ -142,6 +150,12 @@ class Kit:
         held = threading.Event()
         thread.submit(held.wait, HANG_SECONDS)
         return held
+
+    @staticmethod
+    async def no_sleep(_: float) -> None:
+        await _SLEEP(0)
+
+    repeat = staticmethod(repeat)
 
     @staticmethod
     async def collect(generation: Any) -> list[Chunk]:

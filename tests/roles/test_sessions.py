@@ -56,11 +56,10 @@ def test_sdcp_106_rounds_of_many_sessions_share_passes(kit: Any, run: Any) -> No
     async def main() -> None:
         async with kit.node(right(kit), target=Counting(kit.toy.chain(kit.EDGES), kit.CARD), instant=True) as world:
             readers = [asyncio.create_task(world.text(kit.request((i,), 60))) for i in range(8)]
-            while len(world.engine.sessions) < 8:
-                await asyncio.sleep(0)
+            await kit.until(lambda: len(world.engine.sessions) == 8)
             held = kit.hold(world.thread)
-            while world.verifier._batcher.queue < sum(s.ended is None for s in world.engine.sessions.values()):
-                await asyncio.sleep(0)
+            live = [s for s in world.engine.sessions.values() if s.ended is None]
+            await kit.until(lambda: world.verifier._batcher.queue == sum(s.ended is None for s in live))
             waiting = world.verifier._batcher.queue
             before = len(sizes)
             held.set()
@@ -144,8 +143,7 @@ def test_a_session_without_room_waits_for_one_that_ends(kit: Any, run: Any) -> N
             world.target.room = 1
             generation = await world.serving.generate(kit.request())
             waiting = [asyncio.create_task(world.text(kit.request((i,)))) for i in range(3)]
-            while len(world.serving._active) < 4:
-                await asyncio.sleep(0)
+            await kit.until(lambda: len(world.serving._active) == 4)
             opened: list[Any] = []
             admit = world.target.admit
             world.target.admit = lambda *args, **scope: (opened.append(args), admit(*args, **scope))[1]
@@ -216,8 +214,7 @@ def test_a_request_that_is_cancelled_anywhere_leaves_nothing(kit: Any, run: Any,
                     for task in tasks:
                         task.cancel()  # and again, while it cleans up
                 await asyncio.wait(tasks)
-                while world.serving._active:
-                    await asyncio.sleep(0)
+                await kit.until(lambda: not world.serving._active)
                 await world.assert_empty()
             assert await world.text(kit.request()) == kit.follow(3, 40)
 

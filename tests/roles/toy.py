@@ -126,7 +126,8 @@ class ToyDraft:
         source = self.random if seed is UNSET else random.Random(f"{seed} {request.session.hex()} {request.round}")
         for _ in range(request.m):
             q = self.next(last)
-            last = max(range(len(q)), key=lambda x: (q[x], -x)) if request.rule is Rule.GREEDY else draw(q, source.random())
+            best = max(range(len(q)), key=lambda x: (q[x], -x))
+            last = best if request.rule is Rule.GREEDY else draw(q, source.random())
             tokens.append(last)
             rows.append(q)
         return Draft(tuple(tokens), ToyRows(rows) if request.rule is not Rule.GREEDY else None)

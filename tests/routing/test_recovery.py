@@ -100,6 +100,25 @@ def test_sdcp_034_a_switch_never_goes_to_a_forbidden_drafter(kit: Any) -> None:
     assert world.event(kit.event(2, (7,))) == []
 
 
+@pytest.mark.parametrize("stage", [Stage.INFORMING, Stage.ASSIGNING])
+@pytest.mark.parametrize("kind", [2, 3])
+def test_an_event_that_overtakes_the_assignments_answer_is_not_lost(kit: Any, kind: int, stage: Stage) -> None:
+    """The drafter may be at work, and its verdict ask for another, before the router hears that it has accepted."""
+    world = kit.World(drafters=(kit.A, kit.B))
+    assert world.running() == kit.A
+    world.event(kit.event(2, (7,)))
+    assert world.stage is Stage.INFORMING
+    event = kit.event(kind, (7, 8))
+    if stage is Stage.INFORMING:
+        assert world.event(event) == []
+    world.router.informed(kit.SESSION, kit.state((7,), 1))
+    if stage is Stage.ASSIGNING:
+        assert world.event(event) == []
+    (inform,) = world.router.assigned(kit.SESSION, world.now_ms)
+    assert isinstance(inform, Inform)
+    assert inform.assignment.committed == 2
+
+
 def test_amb_180_repeated_and_old_events_change_nothing(kit: Any) -> None:
     world = kit.World(drafters=(kit.A, kit.B, kit.C))
     world.running()
