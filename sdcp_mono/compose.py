@@ -45,7 +45,8 @@ from sdcp_mono.frontend.settings import FrontendSettings
 from sdcp_mono.http_gateway.client import Drafters, Verifiers
 from sdcp_mono.http_gateway.identity import Access
 from sdcp_mono.http_gateway.mlc import MlcResources
-from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs
+from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs, MlcClient
+from sdcp_mono.http_gateway.peer import Peer
 from sdcp_mono.http_gateway.roles import DrafterResources, RouterResources
 from sdcp_mono.http_gateway.server import Gateway, serve_gateway
 from sdcp_mono.http_gateway.verifier import VerifierResources
@@ -178,7 +179,7 @@ class Node:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         self._sqlite = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
         self._objects = MemoryObjects(OBJECT_BYTES)
-        caches = Caches({}, self._objects, authority=AUTHORITY, own_base=bases["mlc"] if gateway else "")
+        self._caches = caches = Caches({}, self._objects, authority=AUTHORITY, own_base=bases["mlc"] if gateway else "")
         self._log = Logs(self._sqlite, caches)
         rows = HttpRows(
             caches, card.vocab_size, partial(_rows_from_bytes, card.vocab_size),
@@ -285,11 +286,17 @@ class Node:
             Drafters(dict.fromkeys(drafters), router),
             Verifiers(dict.fromkeys(verifiers), drafter),
         )
-        for clients in remote:
-            self._stack.push_async_callback(clients.close)
-        self._verifiers.update({**remote[0], **self._verifiers})
-        self._drafters.update({**remote[1], **self._drafters})
-        self._drafted_for.update({**remote[2], **self._drafted_for})
+        try:
+            caches = [Peer(base, certs.files(directory, "verifier")) for base in self._settings.caches]
+            self._verifiers.update({**remote[0], **self._verifiers})
+            self._drafters.update({**remote[1], **self._drafters})
+            self._drafted_for.update({**remote[2], **self._drafted_for})
+        except FileNotFoundError as error:
+            raise ValueError(f"certs_dir: {error.filename} is missing; it tells peers who we are") from None
+        for cache in caches:
+            self._caches.trust(MlcClient(cache))
+        for peers in (*remote, *caches):
+            self._stack.push_async_callback(peers.close)
 
 
 def _plays(settings: Settings, gateway: bool) -> bool:

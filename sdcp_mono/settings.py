@@ -48,6 +48,7 @@ class Settings(BaseSettings):
     routers: Names = Field((), description="Base URIs of further routers that may use our verifier and drafter.")
     verifiers: Names = Field((), description="Base URIs of further verifiers that our router and drafter work with.")
     drafters: Names = Field((), description="Base URIs of further drafters that our router may assign.")
+    caches: Names = Field((), description="Base URIs of further caches that references and commit logs may name.")
     trusted_drafters: Names = Field(
         (), description="Base URIs of drafters that rule 2 may use, trusted like the verifier (section 9)."
     )
@@ -79,12 +80,12 @@ class Settings(BaseSettings):
     low_ratio: int = Field(0, ge=0, le=100, description="A round is low below this percentage accepted (6.5.2).")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the log on stderr.")
 
-    @field_validator("draft", "routers", "verifiers", "drafters", "trusted_drafters", mode="before")
+    @field_validator("draft", "routers", "verifiers", "drafters", "caches", "trusted_drafters", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
-    @field_validator("routers", "verifiers", "drafters", "trusted_drafters")
+    @field_validator("routers", "verifiers", "drafters", "caches", "trusted_drafters")
     @classmethod
     def _base_uris(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         try:

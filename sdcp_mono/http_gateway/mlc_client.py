@@ -177,6 +177,10 @@ class Caches:
         self._authority = authority
         self._own_base = normalise_base(own_base) if own_base else ""
 
+    def trust(self, client: MlcClient) -> None:
+        """From now on references may name the MLC behind ``client`` too."""
+        self._trusted[client.base] = client
+
     def local(self, uri: str) -> str | None:
         """The ``mlc:`` URI of a reference to this process's own store; None for any other."""
         if self._own is None:
