@@ -20,8 +20,18 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = Path("sdcp_mono/kernels/_sdcp_kernels.so")
 # Results must not hang on a compiler's choice: no contraction of a * b + c, no reordering. Kernels name their FMAs.
-FLAGS = ["-O3", "-std=c11", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-fast-math", "-fno-strict-aliasing",
-         "-fvisibility=hidden", "-w", "-shared"]
+FLAGS = [
+    "-O3",
+    "-std=c11",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-w",
+    "-shared",
+]
 SECONDS = 300  # compiling takes about 3 s; a compiler that hangs must not hang the install
 
 
@@ -47,8 +57,13 @@ def compile_kernels(root: Path) -> str | None:
         built = Path(folder) / LIBRARY.name
         for extra in ([], ["-DSDCP_GENERIC"]) if sources else ():
             try:
-                subprocess.run([*command, *FLAGS, *extra, *sources, "-o", str(built), "-lm"], check=True,
-                               capture_output=True, text=True, timeout=SECONDS)
+                subprocess.run(
+                    [*command, *FLAGS, *extra, *sources, "-o", str(built), "-lm"],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                )
             except (OSError, subprocess.SubprocessError) as error:
                 problem = f"{error}\n{getattr(error, 'stderr', None) or ''}"
             else:

@@ -95,11 +95,8 @@ def main() -> None:
         if options.json:
             print(json.dumps(result))
             continue
-        print(
-            "{format} ({isa}, {threads} threads): {megabytes} MB, floor {floor_ms} ms = {gigabytes_per_second} GB/s".format(
-                **result
-            )
-        )
+        title = "{format} ({isa}, {threads} threads): {megabytes} MB, floor {floor_ms} ms = {gigabytes_per_second} GB/s"
+        print(title.format(**result))
         print("  rows      ms    best  to first  to floor")
         for row in result["rows"]:  # type: ignore[attr-defined]
             print("  {rows:4}  {ms:6.2f}  {best_ms:6.2f}  {to_first:8.2f}  {to_floor:8.2f}".format(**row))

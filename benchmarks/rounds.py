@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ async def measure(data: Path, m: int) -> dict[str, float]:
                 times.append(time.perf_counter())
                 rounds += chunk.rounds
             await generation.close()
-    whole = statistics.median(1000 * (b - a) for a, b in zip(times, times[1:], strict=False))
+    whole = statistics.median(1000 * (b - a) for a, b in pairwise(times))
     append = statistics.median(1000 * info.commit_seconds for info in rounds)
     return {"round_ms": whole, "append_ms": append, "else_ms": whole - append}
 
@@ -112,10 +113,8 @@ def main() -> None:
         return
     print(f"fdatasync {result['fdatasync_ms']:.2f} ms")
     for name in ("self-decoded", "proposed"):
-        row = result[name]
-        print(
-            f"{name:13} round {row['round_ms']:.2f} ms: append {row['append_ms']:.2f}, everything else {row['else_ms']:.2f}"
-        )
+        whole, append, rest = (result[name][part] for part in ("round_ms", "append_ms", "else_ms"))
+        print(f"{name:13} round {whole:.2f} ms: append {append:.2f}, everything else {rest:.2f}")
 
 
 if __name__ == "__main__":

@@ -286,17 +286,22 @@ def markdown(result: dict[str, Any]) -> str:
     hf, start, cost = result["transformers"], result["startup"], result["rounds"]
     sessions, proposed = result["sessions"], cost["proposed"]
     weights = result["weights_mb"]
-    lines += [
-        "",
-        "| | |",
-        "|---|---|",
-        f"| plain decoding against transformers `generate`, bfloat16, tokens/s | {hf['ours']:.1f} / {hf['transformers']:.1f} = {hf['ratio']:.2f}× |",
-        f"| 16 sessions against one, default drafting | {sessions['default 16'] / sessions['default 1']:.2f}× |",
-        f"| of a round, neither model nor drafting, p50 (`python -m benchmarks.rounds`) | {proposed['round_ms']:.2f} ms |",
-        f"| … of it the durable append (a bare fdatasync here: {cost['fdatasync_ms']:.2f} ms) | {proposed['append_ms']:.2f} ms |",
-        f"| `serve` on a converted model to the first token | {start['first_token_s']:.1f} s |",
-        f"| idle memory, anonymous + file-backed, MB (weights in memory: {weights:.0f}) | {start['rss_anon_mb']:.0f} + {start['rss_file_mb']:.0f} |",
-    ]
+    scale = sessions["default 16"] / sessions["default 1"]
+    facts = {
+        "plain decoding against transformers `generate`, bfloat16, tokens/s": (
+            f"{hf['ours']:.1f} / {hf['transformers']:.1f} = {hf['ratio']:.2f}×"
+        ),
+        "16 sessions against one, default drafting": f"{scale:.2f}×",
+        "of a round, neither model nor drafting, p50 (`python -m benchmarks.rounds`)": f"{proposed['round_ms']:.2f} ms",
+        f"… of it the durable append (a bare fdatasync here: {cost['fdatasync_ms']:.2f} ms)": (
+            f"{proposed['append_ms']:.2f} ms"
+        ),
+        "`serve` on a converted model to the first token": f"{start['first_token_s']:.1f} s",
+        f"idle memory, anonymous + file-backed (weights in memory: {weights:.0f} MB)": (
+            f"{start['rss_anon_mb']:.0f} + {start['rss_file_mb']:.0f} MB"
+        ),
+    }
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -310,7 +315,8 @@ def main() -> None:
     bench = Bench(options.tokens, options.repeat)
     result = {
         "machine": machine(), "date": date.today().isoformat(), "command": "python -m benchmarks.serving",
-        "rounds": round_cost.run(bench.data), "weights_mb": bench.weights_mb(), "verification": bench.verification(), "speculation": bench.speculation(),
+        "rounds": round_cost.run(bench.data), "weights_mb": bench.weights_mb(),
+        "verification": bench.verification(), "speculation": bench.speculation(),
         "sessions": bench.sessions(), "transformers": bench.transformers(), "startup": startup(),
     }  # fmt: skip
     if options.json:

@@ -232,7 +232,7 @@ def _failures() -> Iterator[None]:
 
     try:
         yield
-    except (ModelError, ValueError, ApiError, Refusal, CommitLogUnusable) as error:
+    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable) as error:
         err.print(f"[red]error[/] {error}")
         raise typer.Exit(1) from None
 

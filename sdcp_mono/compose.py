@@ -277,7 +277,6 @@ class Node:
             access=access, roles=resources,
         )  # fmt: skip
 
-
     def _connect(self, directory: Path, verifiers: tuple[str, ...], drafters: tuple[str, ...]) -> None:
         """Clients of the peers that may be called; a role of our own is never called over the wire."""
         router, drafter = certs.files(directory, "router"), certs.files(directory, "drafter")
@@ -293,10 +292,11 @@ class Node:
             self._drafted_for.update({**remote[2], **self._drafted_for})
         except FileNotFoundError as error:
             raise ValueError(f"certs_dir: {error.filename} is missing; it tells peers who we are") from None
+        for clients in remote:
+            self._stack.push_async_callback(clients.close)
         for cache in caches:
+            self._stack.push_async_callback(cache.close)
             self._caches.trust(MlcClient(cache))
-        for peers in (*remote, *caches):
-            self._stack.push_async_callback(peers.close)
 
 
 def _plays(settings: Settings, gateway: bool) -> bool:
@@ -361,12 +361,11 @@ async def _serve(settings: Settings, progress: Progress, ready: Callable[[str], 
         return
     try:
         loaded = loading.result()
-    except BaseException:
+        async with Node(loaded, registry, gateway=settings.gateway) as node:
+            app.attach(node.serving, loaded.tokenizer)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            ready(f"http://{settings.host}:{port}")
+            await serving
+    finally:
         server.should_exit = True
-        await serving
-        raise
-    async with Node(loaded, registry, gateway=settings.gateway) as node:
-        app.attach(node.serving, loaded.tokenizer)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        ready(f"http://{settings.host}:{port}")
         await serving

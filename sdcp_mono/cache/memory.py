@@ -141,9 +141,13 @@ class MemoryObjects:
     def stats(self) -> MemoryStats:
         """Counts as of the last inspection of each object; at most ``max_objects`` steps."""
         return MemoryStats(
-            objects=len(self._objects), used_bytes=self._used, free_bytes=self.free_bytes,
+            objects=len(self._objects),
+            used_bytes=self._used,
+            free_bytes=self.free_bytes,
             leases=sum(len(stored.leases) for stored in self._objects.values()),
-            expired=self._expired, forced=self._forced, refused=self._refused,
+            expired=self._expired,
+            forced=self._forced,
+            refused=self._refused,
         )
 
     def sweep(self) -> None:

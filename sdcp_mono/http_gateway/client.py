@@ -165,6 +165,12 @@ class Verifiers(_Clients[VerifierClient]):
     _client = VerifierClient
 
 
+class Routers(_Clients[RouterClient]):
+    """The routers that a verifier or a drafter reports to."""
+
+    _client = RouterClient
+
+
 class Drafters(_Clients[DrafterClient]):
     """The drafters that a router may assign."""
 

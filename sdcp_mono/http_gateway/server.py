@@ -162,6 +162,9 @@ def _listen(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
         bound.listen(BACKLOG)
         bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"{error.strerror} (the gateway's {host}:{port})") from error
     except BaseException:
         bound.close()
         raise

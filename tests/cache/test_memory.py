@@ -344,6 +344,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_the_store_equals_the_reference() -> None:
-    run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

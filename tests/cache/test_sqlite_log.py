@@ -115,7 +115,9 @@ def test_amb_153_a_fence_makes_a_log_not_empty(log: SqliteCommitLog) -> None:
 def test_a_dropped_log_takes_no_record(log: SqliteCommitLog) -> None:
     run(log.create("a"), log.create("b"), log.append([make_append("a", 0), make_append("b", 0)]), log.drop("a"))
     assert run(log.append([make_append("a", 1), make_append("a", 0)]), log.read("a"), log.names()) == [
-        ["fenced", "fenced"], (), ["b"],
+        ["fenced", "fenced"],
+        (),
+        ["b"],
     ]
     run(log.create("a"))
     assert run(log.append([make_append("a", 0)]), log.read("b")) == [["ok"], (make_append("b", 0).record,)]
@@ -373,8 +375,11 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(path: Path) -> None:
     acknowledged: dict[str, list[str]] = {}
     for lines in (1, 7, 40, 133, 300):
         with subprocess.Popen(
-            [sys.executable, APPENDER, path], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, APPENDER, path],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
         ) as child:
             assert child.stdout is not None
             read = [child.stdout.readline() for _ in range(lines)]

@@ -67,7 +67,11 @@ class Host:
         if self.bad("titles vary"):
             self.titles += 1
             title += f" ({self.titles})"
-        prefix = "https://www.iana.org/assignments/sdcp#" if self.bad("www in types") else "https://iana.org/assignments/sdcp#"
+        prefix = (
+            "https://www.iana.org/assignments/sdcp#"
+            if self.bad("www in types")
+            else "https://iana.org/assignments/sdcp#"
+        )
         document = {"type": prefix + suffix if suffix else "about:blank", "title": title, "status": status}
         if self.bad("errors are text"):
             return Response(status, {"content-type": "text/plain"}, title.encode())

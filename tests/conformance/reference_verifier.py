@@ -442,4 +442,3 @@ class Verifier(Model):
         if name not in self.objects:
             raise Refuse(404)
         return Response(200, {}, self.objects[name])
-

@@ -59,9 +59,7 @@ def findings(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
             async def run(role: str, folder: Path, *only: str) -> list[Finding]:
                 url = f"https://127.0.0.1:{gateway_port}/{role}"
-                return await examine(
-                    role, Options(url, folder, trigger=f"{api}/v1/completions", only=frozenset(only))
-                )
+                return await examine(role, Options(url, folder, trigger=f"{api}/v1/completions", only=frozenset(only)))
 
             certs.init(stranger, roles=certs.base_uris(other_port), ca=ours)
             return {

@@ -118,8 +118,13 @@ def test_errors_name_what_is_wrong() -> None:
 def test_pack_linears_of_a_model_with_a_tied_head(format: Format) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=101, tie_word_embeddings=True,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=101,
+        tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config).requires_grad_(False)
     tokens = torch.arange(12)[None]

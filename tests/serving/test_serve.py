@@ -159,7 +159,13 @@ def test_c42_a_client_that_leaves_stops_its_generation_and_frees_everything(url:
     """2,000 tokens are asked for; the client goes after the first event. The next request finds everything free."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "Count: 1 2 3", "max_tokens": 2000, "temperature": 0, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
+    head = "\r\n".join([*lines, "", ""])
     committed = metric(url, "sdcp_committed_tokens_total")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
