@@ -33,6 +33,7 @@ from sdcp_mono.core.ports import (
     DraftModel,
     DraftRequest,
     ModelCard,
+    RouterPort,
     ScoreRequest,
     TargetModel,
     VerifierPort,
@@ -42,7 +43,7 @@ from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.frontend import terminal
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
-from sdcp_mono.http_gateway.client import Drafters, Verifiers
+from sdcp_mono.http_gateway.client import Drafters, Routers, Verifiers
 from sdcp_mono.http_gateway.identity import Access
 from sdcp_mono.http_gateway.mlc import MlcResources
 from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, Logs, MlcClient
@@ -56,6 +57,7 @@ from sdcp_mono.models.tokenizer import Tokenizer
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.drafter import Drafter, Source
 from sdcp_mono.roles.router import RouterRole, Terms
+from sdcp_mono.roles.routers import EveryRouter
 from sdcp_mono.roles.verifier import Verifier
 from sdcp_mono.settings import Settings
 from sdcp_mono.telemetry.http import HttpMetrics
@@ -192,14 +194,17 @@ class Node:
             active=settings.max_sessions, queue=settings.max_queue, wait_seconds=settings.queue_seconds,
             drafted=bool(loaded.drafts or settings.drafters),
         )  # fmt: skip
-        # Peers are added when the gateway opens. Router and drafter each call a verifier with their own certificate.
-        self._verifiers: dict[str, VerifierPort] = {}
+        # Peers are added when the gateway opens. Each role calls them with its own certificate, so each has its own.
+        self._verifiers: dict[str, VerifierPort] = {}  # of the router
         self._drafters: dict[str, DrafterPort] = {}
-        self._drafted_for: dict[str, VerifierPort] = {}
+        self._drafted_for: dict[str, VerifierPort] = {}  # of the drafter
+        self._verifier_routers: dict[str, RouterPort] = {}
+        self._drafter_routers: dict[str, RouterPort] = {}
         self.serving = RouterRole(
             Router(trusted=trusted, prefer=partial(_kit_first, frozenset(self._kit.values()))), card,
             self._verifiers, self._drafters, self._log, self._objects, terms, caches.reference,
         )  # fmt: skip
+        self._told = [EveryRouter(self.serving, others) for others in (self._verifier_routers, self._drafter_routers)]
 
         def running() -> int:
             return sum(s.ended is None for s in engine.sessions.values())
@@ -209,7 +214,7 @@ class Node:
             rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
         self._verifier = self._verifiers[bases["verifier"]] = self._drafted_for[bases["verifier"]] = Verifier(
-            bases["verifier"], engine, loaded.target, score, self._log, rows, self.serving, caches.tokens, observer,
+            bases["verifier"], engine, loaded.target, score, self._log, rows, self._told[0], caches.tokens, observer,
         )  # fmt: skip
         self._drafter: Drafter | None = None
         if loaded.drafts:
@@ -221,7 +226,7 @@ class Node:
                 )  # fmt: skip
                 sources.append(Source(model, batcher, loaded.costs.get(model.name, CostTable())))
             self._drafter = self._drafters[bases["drafter"]] = Drafter(
-                bases["drafter"], sources, self._drafted_for, rows, self.serving, caches.tokens,
+                bases["drafter"], sources, self._drafted_for, rows, self._told[1], caches.tokens,
                 m_fixed=settings.m_fixed, verify_seconds=lambda rows: score.cost.seconds(rows),
             )  # fmt: skip
 
@@ -230,6 +235,8 @@ class Node:
         self._stack.callback(self._sqlite.close)
         if self._gateway:
             await self._stack.enter_async_context(self._served())
+        for routers in self._told:
+            self._stack.push_async_callback(routers.stop)
         self._verifier.start()
         self._stack.push_async_callback(self._verifier.stop)
         if self._drafter is not None:
@@ -263,7 +270,7 @@ class Node:
             "/verifier/": VerifierResources(
                 self._verifier, self._engine.card, self._engine.drafter_of, mlc=bases["mlc"]
             ).resources,
-            "/router/": RouterResources(self.serving).resources,
+            "/router/": RouterResources(self.serving, self.serving.verifier_of).resources,
             "/mlc/": MlcResources(self._objects, self._sqlite, AUTHORITY).resources,
         }
         if self._drafter is not None:
@@ -279,17 +286,22 @@ class Node:
 
     def _connect(self, directory: Path, verifiers: tuple[str, ...], drafters: tuple[str, ...]) -> None:
         """Clients of the peers that may be called; a role of our own is never called over the wire."""
-        router, drafter = certs.files(directory, "router"), certs.files(directory, "drafter")
+        router, verifier, drafter = (certs.files(directory, name) for name in ("router", "verifier", "drafter"))
+        routers = dict.fromkeys(self._settings.routers)
         remote = (
             Verifiers(dict.fromkeys(verifiers), router),
             Drafters(dict.fromkeys(drafters), router),
             Verifiers(dict.fromkeys(verifiers), drafter),
+            Routers(routers, verifier),
+            Routers(routers, drafter),
         )
         try:
-            caches = [Peer(base, certs.files(directory, "verifier")) for base in self._settings.caches]
+            caches = [Peer(base, verifier) for base in self._settings.caches]  # the verifier follows references
             self._verifiers.update({**remote[0], **self._verifiers})
             self._drafters.update({**remote[1], **self._drafters})
             self._drafted_for.update({**remote[2], **self._drafted_for})
+            self._verifier_routers.update(remote[3])
+            self._drafter_routers.update(remote[4])
         except FileNotFoundError as error:
             raise ValueError(f"certs_dir: {error.filename} is missing; it tells peers who we are") from None
         for clients in remote:

@@ -277,7 +277,10 @@ class TokenInfo(Struct, frozen=True):
 
 
 class RoundInfo(Struct, frozen=True):
-    """One committed round as a reader sees it. Times in seconds; ``proposed`` is empty for a self-decoded round."""
+    """One committed round as a reader sees it. Times in seconds; ``proposed`` is empty for a self-decoded round.
+
+    ``drafter`` is the name that the proposal's status gives itself.
+    """
 
     round: int
     epoch: int

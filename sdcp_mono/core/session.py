@@ -296,7 +296,7 @@ class Session:
             round=flight.round, epoch=self.epoch, base=self.committed,
             proposed=() if flight.proposal is None else flight.proposal.tokens,
             accepted=accepted, emitted=emitted, tokens=(), action=int(action), m_cap=m_cap,
-            drafter="" if flight.proposal is None else flight.proposal.drafter,
+            drafter="" if flight.proposal is None else flight.proposal.status.instance,
         )  # fmt: skip
         ended = int(action) if action in (Action.FINISH, Action.FAIL) else None
         return Commit(verdict=verdict, control=control, info=info, digest=digest, ended=ended, error=error)

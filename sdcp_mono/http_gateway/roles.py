@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import UNSET, structs
 from starlette.responses import Response
 
-from sdcp_mono.core.messages import Assignment, Event, Role, Status
+from sdcp_mono.core.messages import Assignment, Event, Role, SessionId, Status
 from sdcp_mono.core.ports import DrafterPort, RouterPort
 from sdcp_mono.core.problems import Forbidden, Malformed
 from sdcp_mono.http_gateway.exchange import Call, empty
@@ -33,10 +34,14 @@ class DrafterResources:
 
 
 class RouterResources:
-    """An instance reports its own status only: its certificate is its base URI, whatever name it goes by (AMB-047)."""
+    """An instance reports its own status only: its certificate is its base URI, whatever name it goes by (AMB-047).
 
-    def __init__(self, port: RouterPort) -> None:
+    ``verifier_of`` names the verifier that a session is open at; nobody else tells what happens there.
+    """
+
+    def __init__(self, port: RouterPort, verifier_of: Callable[[SessionId], str | None] = lambda session: None) -> None:
         self._port = port
+        self._verifier_of = verifier_of
         self._owners: OrderedDict[str, str] = OrderedDict()  # name -> identity that reported it first
 
     @property
@@ -73,5 +78,8 @@ class RouterResources:
 
     async def event(self, call: Call) -> Response:
         call.gate.access.verifier(call.caller)
-        await self._port.event(await call.message(Event))
+        event = await call.message(Event)
+        if self._verifier_of(event.session) not in (None, call.caller.uri):
+            raise Forbidden("session: open at another verifier")
+        await self._port.event(event)
         return empty()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_newer
@@ -34,7 +34,7 @@ ANSWER_SECONDS: Final = 60.0  # a round takes seconds at worst; then the answer 
 MAX_FAULTS: Final = 3  # of one source in one session without a verdict between; then it is not asked again
 NOMINAL_ROW: Final = 0.03  # of a one-row pass, each further row; for sessions that must be reproducible
 NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
-PROBE_ROUNDS: Final = 64  # after so many rounds without drafting, look whether this text can be drafted by now
+PROBE_ROUNDS: Final = 16  # after so many rounds without drafting, look whether this text can be drafted by now
 
 
 class Source(Struct):
@@ -211,7 +211,8 @@ class Drafter:
             except Unavailable as refusal:
                 log.warning("draft rows could not be published: %s", refusal.detail)
                 return None
-        return rules.propose(draft.tokens, uri, self._status)
+        # For whoever looks at rounds: which source drafted this one (AMB-143: not an identity).
+        return rules.propose(draft.tokens, uri, structs.replace(self._status, instance=work.source))
 
     async def _settle(self, work: Work) -> None:
         """Rows stay leased until their round has its verdict, also across retries (6.2)."""

@@ -137,6 +137,10 @@ class RouterRole:
     async def event(self, event: Event) -> None:
         self._carry_out(self.machine.event(event, _now_ms()))
 
+    def verifier_of(self, session: SessionId) -> str | None:
+        routed = self.machine.sessions.get(session)
+        return None if routed is None else routed.verifier
+
     # ---- Serving ---------------------------------------------------------------------------------
 
     @property

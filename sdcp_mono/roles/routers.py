@@ -13,7 +13,7 @@ from sdcp_mono.roles.tasks import Tasks
 log = logging.getLogger(__name__)
 
 
-class Routers:
+class EveryRouter:
     """Implements ``RouterPort``: all of them hear the status, an event goes to the one whose session it is about.
 
     ``others`` may be slow or gone, so nobody waits for their answer to a status: the next report comes in a second.

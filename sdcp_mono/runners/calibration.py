@@ -12,7 +12,7 @@ from sdcp_mono.core.speculation import CostTable
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64)  # 64 + 1 rows are the longest proposal; all together a few one-row passes' time
 SESSIONS: Final = (1, 2, 4, 8, 16)
 PREFIX: Final = 32  # tokens: long enough to attend to something
-TRIES: Final = 3  # the quickest counts: the first pass of a size also pages memory in
+TRIES: Final = 5  # the quickest counts: others page memory in, or meet a neighbour
 
 
 def pass_costs(target: TargetModel) -> CostTable:
