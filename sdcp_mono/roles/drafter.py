@@ -212,7 +212,7 @@ class Drafter:
                 log.warning("draft rows could not be published: %s", refusal.detail)
                 return None
         # For whoever looks at rounds: which source drafted this one (AMB-143: not an identity).
-        return rules.propose(draft.tokens, uri, structs.replace(self._status, instance=work.source))
+        return rules.propose(draft.tokens, uri, structs.replace(self._status, instance=work.source or self.base))
 
     async def _settle(self, work: Work) -> None:
         """Rows stay leased until their round has its verdict, also across retries (6.2)."""
@@ -257,6 +257,7 @@ class Drafter:
                 work.shadows.pop(work.source, None)
                 return draft
         work.declined += 1
+        work.source = ""
         # A verifier that doesn't know ``decline`` gets the shortest proposal there is instead.
         return Draft(()) if work.may_decline or work.rules.rule is not Rule.GREEDY else Draft((work.rules.prefix[-1],))
 

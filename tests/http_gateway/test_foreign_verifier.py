@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import cbor2
@@ -14,7 +15,7 @@ import pytest
 
 from sdcp_mono import certs
 from sdcp_mono.core import problems
-from sdcp_mono.core.ports import RowsProblem
+from sdcp_mono.core.ports import Draft, DraftRequest, RowsProblem
 from sdcp_mono.http_gateway.client import Verifiers
 from sdcp_mono.roles.drafter import Drafter, Source
 
@@ -97,6 +98,17 @@ class ForeignVerifier:
         return self.verdicts[self.round]
 
 
+class NothingToSay:
+    """A draft model that never has a proposal."""
+
+    name, identity, vocab_size = "nothing", b"n" * 32, VOCAB
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        return [Draft(()) for _ in requests]
+
+    def release(self, session: bytes) -> None: ...
+
+
 class NoRows:
     async def fetch(self, uri: str, tokens: Any, scope: Any) -> Any:
         raise RowsProblem("none", unavailable=True)
@@ -112,10 +124,16 @@ async def no_tokens(uri: str, scope: bytes | None) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "trouble", [{}, {2: "drop"}, {2: "lost", 4: "lost"}, {1: "busy", 3: "busy"}, {3: "overtaken"}], ids=str
+    "trouble",
+    [{}, {2: "drop"}, {2: "lost", 4: "lost"}, {1: "busy", 3: "busy"}, {3: "overtaken"}, {0: "speechless"}],
+    ids=str,
 )
 def test_our_drafter_serves_a_foreign_verifier(kit: Any, trouble: dict[int, str]) -> None:
-    """Every commit exactly once and in order, whatever happens to proposals and answers on their way."""
+    """Every commit exactly once and in order, whatever happens to proposals and answers on their way.
+
+    A verifier that doesn't know ``decline`` is proposed to even by a drafter that has nothing to propose.
+    """
+    model = NothingToSay() if "speechless" in trouble.values() else kit.ToyDraft()
 
     async def both() -> None:
         contract = kit.contract(max_new=MAX_NEW, stop=())
@@ -123,7 +141,7 @@ def test_our_drafter_serves_a_foreign_verifier(kit: Any, trouble: dict[int, str]
         async with kit.stub(certs.files(kit.directory, "verifier"), foreign.answer) as url:
             verifiers = Verifiers({kit.BASES["verifier"]: url}, certs.files(kit.directory, "drafter"))
             drafter = Drafter(
-                kit.BASES["drafter"], [Source(kit.ToyDraft(), None)], verifiers, NoRows(), kit.HeardRouter(), no_tokens,
+                kit.BASES["drafter"], [Source(model, None)], verifiers, NoRows(), kit.HeardRouter(), no_tokens,
                 m_fixed=4,
             )  # fmt: skip
             drafter.start()
@@ -136,6 +154,7 @@ def test_our_drafter_serves_a_foreign_verifier(kit: Any, trouble: dict[int, str]
         for proposal in foreign.proposals:
             assert proposal["drafter"] == kit.BASES["drafter"]
             assert 1 <= len(proposal["tokens"]) <= 6
+            assert proposal["status"]["instance"]  # 5.2: a name
         by_round: dict[int, Any] = {}
         for proposal in foreign.proposals:  # SDCP-182: a round that is sent again is the same round
             told = {name: value for name, value in proposal.items() if name != "status"}
