@@ -314,7 +314,9 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options.tokens, options.repeat)
     result = {
-        "machine": machine(), "date": date.today().isoformat(), "command": "python -m benchmarks.serving",
+        "machine": machine(),
+        "date": date.today().isoformat(),
+        "command": f"python -m benchmarks.serving --repeat {options.repeat} --tokens {options.tokens}",
         "rounds": round_cost.run(bench.data), "weights_mb": bench.weights_mb(),
         "verification": bench.verification(), "speculation": bench.speculation(),
         "sessions": bench.sessions(), "transformers": bench.transformers(), "startup": startup(),

@@ -34,7 +34,7 @@ ANSWER_SECONDS: Final = 60.0  # a round takes seconds at worst; then the answer 
 MAX_FAULTS: Final = 3  # of one source in one session without a verdict between; then it is not asked again
 NOMINAL_ROW: Final = 0.03  # of a one-row pass, each further row; for sessions that must be reproducible
 NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
-PROBE_ROUNDS: Final = 16  # after so many rounds without drafting, look whether this text can be drafted by now
+PROBE_ROUNDS: Final = 64  # after so many rounds without drafting, look whether this text can be drafted by now
 
 
 class Source(Struct):
