@@ -133,6 +133,7 @@ def _load_drafts(
     settings: Settings, folder: ModelFolder, card: ModelCard, target: Any, tokenizer: Tokenizer, progress: Progress
 ) -> Iterator[tuple[DraftModel, bool]]:
     """The drafters in the order in which they are asked, with whether they are instant."""
+    from sdcp_mono.drafters import parse
     from sdcp_mono.drafters.detached import check_vocabulary, load_detached
     from sdcp_mono.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDraft
     from sdcp_mono.drafters.quantized import can_share, load_beside, load_quantized
@@ -141,29 +142,27 @@ def _load_drafts(
     # Without the compiled kernels an int4 pass isn't faster than the target's, so n-gram alone is the best default.
     specs = settings.draft or (("ngram", "quantized") if native.available() else ("ngram",))
     kv_bytes = settings.kv_memory_mb * 2**20
-    for spec in specs:
+    for spec, draft in [(spec, parse(spec)) for spec in specs]:  # a wrong one is told before any is loaded
 
         def show(done: int, total: int, spec: str = spec) -> None:
             progress(f"Loading drafter {spec}", done, total)
 
-        if spec == "ngram":
+        if draft.kind == "ngram":
             yield NgramDraft(card.vocab_size, min_match=MIN_MATCH if len(specs) == 1 else MIN_MATCH_BESIDE_MODEL), True
-        elif spec == "quantized" and settings.share_kv and can_share(target, settings.dtype):
+        elif draft.kind == "quantized" and settings.share_kv and can_share(target, settings.dtype):
             yield load_beside(target, folder.path, card.target, threads=settings.threads, progress=show), False
-        elif spec == "quantized":
+        elif draft.kind == "quantized":
             yield load_quantized(
                 folder.path, card.target, kv_bytes=kv_bytes, token_budget=settings.token_budget,
                 engine=settings.engine, threads=settings.threads, progress=show,
             ), False  # fmt: skip
-        elif spec.startswith("model:"):
-            other = resolve(spec.removeprefix("model:"), settings.data_dir, progress, dtype=settings.dtype)
+        elif draft.folder is not None:
+            other = resolve(str(draft.folder), settings.data_dir, progress, dtype=settings.dtype)
             check_vocabulary(other.card, Tokenizer(other.path), card, tokenizer)
             yield load_detached(
                 other.path, other.card, weights=settings.dtype, kv_bytes=kv_bytes, token_budget=settings.token_budget,
                 engine=settings.engine, threads=settings.threads, progress=show,
             ), False  # fmt: skip
-        elif spec != "none":
-            raise ValueError(f"draft: {spec!r} is not known; there are none, ngram, quantized and model:DIR")
 
 
 class Node:

@@ -9,7 +9,7 @@ is dropped by the engine, so late results of closed or superseded sessions are h
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -105,4 +105,3 @@ class Release(Struct, frozen=True):
 
 Effect: TypeAlias = FetchRows | Score | Append | ReadLog | Reply | Publish | SendEvent | Release
 Effects: TypeAlias = list[Effect]
-Answer: TypeAlias = Any

@@ -60,7 +60,7 @@ from sdcp_mono.core.ports import (
     TargetModel,
     Uniforms,
 )
-from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession, Unprocessable
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, Unprocessable
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.tasks import Tasks, repeat
 
@@ -397,8 +397,3 @@ def fresh_uniforms(m: int) -> Uniforms:
     """Values for one round without a seed, from the system's secure generator (6.4), 53 bits each."""
     bits = [secrets.randbits(53) / 2**53 for _ in range(2 * m + 1)]
     return Uniforms(accept=tuple(bits[:m]), extra=tuple(bits[m:]))
-
-
-def unknown_reference(uri: str, scope: bytes | None) -> Awaitable[tuple[int, ...]]:
-    """A ``TokenFetcher`` for a verifier without a cache."""
-    raise UnknownSession(f"{uri}: there is no cache to fetch references from")
