@@ -38,6 +38,8 @@ class NoTarget:
 
     card = CARD
 
+    block_tokens, longest, free_tokens = 16, 2**20, 2**20
+
     def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         return True
 

@@ -6,7 +6,7 @@ Models are called on the one thread that owns them, hence plain methods; everyth
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -116,14 +116,51 @@ class PassCost(Struct, frozen=True):
     seconds: float
 
 
+class HoldsKv(Protocol):
+    """A model's KV on its device, as the tiers below see it; methods run on the thread that owns the model.
+
+    ``tiers``, once set, are offered every block that may be reused.
+    """
+
+    tiers: KvTiers | None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def kv_dtype(self) -> str: ...
+
+    def missing(self, session: SessionId, tokens: Sequence[int], scope: bytes | None) -> Sequence[bytes]:
+        """Keys of the full blocks of ``tokens`` that the device lacks, after those it has, which the session takes."""
+
+    def adopt(self, session: SessionId, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Take over the leading ones of the missing blocks; how many were of use."""
+
+
 class TargetModel(Protocol):
     """The target model with its KV cache; every method runs on the thread that owns it."""
 
     @property
     def card(self) -> ModelCard: ...
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block: room is given in whole blocks."""
+
+    @property
+    def longest(self) -> int:
+        """The longest session in tokens that there could ever be room for."""
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that could be admitted now, as a hint; may be read from any thread."""
+
     def admit(self, session: SessionId, tokens: int, *, scope: bytes | None = None) -> bool:
-        """Reserve room for a session of up to ``tokens`` tokens; False if there is none now.
+        """Reserve room for the first ``tokens`` tokens of a session, or let it grow to that; False if there is none.
 
         Sessions share the KV of equal prefixes within one ``scope`` only. Raises ``ValueError`` if it could never fit.
         """
@@ -132,17 +169,17 @@ class TargetModel(Protocol):
         """One forward pass for many sessions under the token budget.
 
         The answer for a request is its M+1 scored positions, a failure, or None while its prefix is still being fed
-        (call again with the same request).
+        (call again with the same request). A position past ``longest`` refuses its token.
         """
 
     def release(self, session: SessionId) -> None:
-        """Forget a session; its blocks stay reusable by prefix until evicted."""
+        """Take a session's room; its blocks stay reusable by prefix until evicted. Unknown ones are ignored."""
 
 
 class DraftRequest(Struct, frozen=True):
     """Propose up to ``m`` tokens after the first ``length`` tokens of ``prefix``.
 
-    ``seed`` keys the drafter's own draws, which are never the verifier's (6.4).
+    ``seed`` keys the drafter's own draws, which are never the verifier's (6.4). ``scope`` bounds the sharing of KV.
     """
 
     session: SessionId
@@ -152,6 +189,7 @@ class DraftRequest(Struct, frozen=True):
     rule: Rule
     sampling: Sampling
     round: int
+    scope: bytes | None = None
 
 
 class Draft(Struct, frozen=True):
@@ -366,10 +404,57 @@ class ObjectStore(Protocol):
     async def get(self, uri: str, scope: bytes | None) -> bytes | ByteSource | None:
         """The value, or None where it is missing, expired or another scope's: all three look alike."""
 
-    async def lease(self, uri: str, ttl_ms: int) -> Lease | None: ...
+    async def get_range(self, uri: str, scope: bytes | None, start: int, stop: int) -> bytes | None:
+        """Bytes start..stop of the value (fewer at its end); None as ``get``."""
+
+    async def get_many(self, uris: Sequence[str], scope: bytes | None) -> Sequence[Got]:
+        """One answer for each, in order: a failure of one is no failure of the others."""
+
+    async def head(self, uri: str, scope: bytes | None) -> ObjectMeta | None:
+        """What is there without reading it; None as ``get``."""
+
+    async def lease(self, uri: str, ttl_ms: int, holder: str = "") -> Lease | None:
+        """``holder`` names who asked, for whoever looks into why an object stays."""
+
     async def renew(self, uri: str, lease_id: str, ttl_ms: int) -> Lease | None: ...
     async def unlease(self, uri: str, lease_id: str) -> None: ...
     async def delete(self, uri: str) -> None: ...
+
+
+class Got(Struct, frozen=True):
+    """One answer of a batch. ``missing`` also stands for expired and for another scope's."""
+
+    status: Literal["ok", "missing", "failed"]
+    value: bytes | ByteSource | None = None
+
+
+class KvLoad(Protocol):
+    """KV blocks in host memory, checked, and pinned until ``close`` (which may be called again)."""
+
+    @property
+    def blocks(self) -> Sequence[memoryview]: ...
+
+    def close(self) -> None: ...
+
+
+class KvTiers(Protocol):
+    """The tiers below the device, for the KV blocks of one model (design, section 5). Safe from any thread.
+
+    A block is named by its key (32 bytes, the hash chain of ``runners/blocks.py``) within a scope. Nothing here raises:
+    what can't be stored, found or read in time is a miss.
+    """
+
+    def offer(self, key: bytes, scope: bytes | None, data: memoryview, done: Callable[[], None]) -> bool:
+        """Copy a block soon. ``done`` is called once, from any thread, when ``data`` is not read any more.
+
+        False: not taken (it is there already, or too many wait); then ``done`` is not called.
+        """
+
+    def predict(self, keys: Sequence[bytes], scope: bytes | None) -> tuple[int, float]:
+        """How many of the leading blocks could be loaded, and in how many seconds."""
+
+    async def load(self, keys: Sequence[bytes], scope: bytes | None, seconds: float) -> KvLoad:
+        """The leading blocks that are there whole within ``seconds``."""
 
 
 class GenerateRequest(Struct, frozen=True):

@@ -52,6 +52,7 @@ class PagedDraft:
         self.name = name
         self.identity = identity
         self.vocab_size = model.decoder.vocab_size
+        self.kv = model if isinstance(model, PagedModel) else None  # its own, as the tiers below the device see it
         self._model = model
         self._seen: dict[SessionId, tuple[Sequence[int], int]] = {}  # admitted sessions' last prefix and length
         self._seconds_per_token = 0.0  # as last measured
@@ -111,7 +112,9 @@ class PagedDraft:
             # of each could be more than there is room for; a new session takes over all that is still true.
             self.release(session)
         try:
-            admitted = self._model.capacity(session) >= tokens or self._model.admit(session, tokens)
+            admitted = self._model.capacity(session) >= tokens or self._model.admit(
+                session, tokens, scope=request.scope
+            )
         except ValueError:  # more than all the blocks there are
             admitted = False
         if not admitted:

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Final
 
@@ -23,6 +24,7 @@ from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, Ro
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
 from sdcp_mono.core.speculation import Acceptance, CostTable, Pace, pace
 from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.restoring import Restorer
 from sdcp_mono.roles.tasks import Tasks, repeat
 from sdcp_mono.roles.verifier import STATUS_TTL_MS, TokenFetcher
 
@@ -37,12 +39,21 @@ NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
 PROBE_ROUNDS: Final = 64  # after so many rounds without drafting, look whether this text can be drafted by now
 
 
+Hold = Callable[[SessionId, int, Sequence[int], int], AbstractAsyncContextManager[None]]
+"""``Residency.hold``, for a draft model that reads the target's KV."""
+
+
 class Source(Struct):
-    """One draft model as this drafter uses it; ``batcher`` None: quick enough for the event loop."""
+    """One draft model as this drafter uses it; ``batcher`` None: quick enough for the event loop.
+
+    ``hold`` keeps what the model reads of the target where it is; ``restore`` brings the model's own KV back.
+    """
 
     model: DraftModel
     batcher: Batcher[DraftRequest, Draft] | None
     cost: CostTable = CostTable()  # of one drafting step by the sessions that share it
+    hold: Hold | None = None
+    restore: Restorer | None = None
 
 
 class Work(Struct):
@@ -57,6 +68,7 @@ class Work(Struct):
     rows_uri: str = ""  # of the proposal under way
     source: str = ""  # that drafted it
     shadows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # what instant sources would have proposed
+    restored: set[str] = field(default_factory=set)  # sources that have looked for the prefix's KV below the device
 
 
 class Drafter:
@@ -129,10 +141,9 @@ class Drafter:
         # One role may draft with several models; the contract has to permit every one of them.
         for source in self._sources:
             check_assignment(assignment, self.base, source.model.identity, frozenset(self._verifiers))
-        scope = None if assignment.contract.scope is UNSET else assignment.contract.scope
-        prompt = (
-            assignment.prompt if isinstance(assignment.prompt, tuple) else await self._tokens(assignment.prompt, scope)
-        )
+        prompt = assignment.prompt
+        if not isinstance(prompt, tuple):
+            prompt = await self._tokens(prompt, _scope(assignment))
         # From here on nothing is awaited: of two assignments for one session the later one wins, as a whole.
         known = self._work.get(assignment.session)
         if known is not None:
@@ -205,9 +216,8 @@ class Drafter:
             return None
         uri: str | UnsetType = UNSET
         if rules.rule is not Rule.GREEDY:
-            scope = None if rules.assignment.contract.scope is UNSET else rules.assignment.contract.scope
             try:
-                uri = work.rows_uri = await self._rows.publish(draft.rows, scope)
+                uri = work.rows_uri = await self._rows.publish(draft.rows, _scope(rules.assignment))
             except Unavailable as refusal:
                 log.warning("draft rows could not be published: %s", refusal.detail)
                 return None
@@ -272,8 +282,12 @@ class Drafter:
         name = source.model.name
         if not m or work.faults.get(name, 0) >= MAX_FAULTS:
             return Draft(())
+        request = self._request(work.rules, m)
+        if source.restore is not None and name not in work.restored:
+            work.restored.add(name)
+            await source.restore(request.session, tuple(request.prefix), request.scope)
         try:
-            return await self._ask(source, self._request(work.rules, m))
+            return await self._ask(source, request)
         except Exception:
             log.exception("drafter %s failed", name)
             self._fault(work, name)
@@ -284,7 +298,10 @@ class Drafter:
             (answer,) = source.model.draft([request])
             draft = Draft(()) if answer is None else answer
         else:
-            draft, cost = await source.batcher.submit(request)
+            end = request.length + request.m
+            hold = source.hold(request.session, end, request.prefix, request.length) if source.hold else nullcontext()
+            async with hold:
+                draft, cost = await source.batcher.submit(request)
             if draft.seconds_per_token:
                 source.cost = source.cost.after(cost.requests, draft.seconds_per_token)
         if len(draft.tokens) > request.m:
@@ -300,6 +317,7 @@ class Drafter:
             rule=rules.rule,
             sampling=rules.sampling,
             round=rules.round + 1,
+            scope=_scope(rules.assignment),
         )
 
     def _pace(self, work: Work, source: Source) -> Pace:
@@ -337,3 +355,7 @@ class Drafter:
             else:
                 done = source.batcher.call(partial(source.model.release, session))
                 done.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _scope(assignment: Assignment) -> bytes | None:
+    return None if assignment.contract.scope is UNSET else assignment.contract.scope

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, structs
@@ -60,8 +59,10 @@ from sdcp_mono.core.ports import (
     TargetModel,
     Uniforms,
 )
-from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, Unprocessable
+from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
 from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.residency import Residency
+from sdcp_mono.roles.restoring import Restorer
 from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
@@ -94,11 +95,12 @@ class Verifier:
         tokens: TokenFetcher,
         observer: Observer,
         *,
+        restore: Restorer | None = None,
         self_decode_idle: bool = True,
     ) -> None:
         self.base = base
         self.engine = engine
-        self._model = model
+        self.residency = Residency(model, batcher.call, restore)
         self._batcher = batcher
         self._log = commit_log
         self._rows = rows
@@ -161,7 +163,8 @@ class Verifier:
             committed = await self._tokens(opening.resume.committed_tokens, scope)
             records = tuple(await self._log.read(opening.commit_log))
         try:
-            await self._admit(opening.session, len(prompt) + opening.contract.max_new, scope)
+            limit = len(prompt) + opening.contract.max_new
+            await self.residency.open(opening.session, prompt + committed, limit, scope)
             if opening.resume is UNSET:
                 await self._log.create(opening.commit_log)
             material = Opening(opening, prompt, committed, records)
@@ -174,14 +177,6 @@ class Verifier:
             raise
         self._count_sessions()
         return state
-
-    async def _admit(self, session: SessionId, tokens: int, scope: bytes | None) -> None:
-        try:
-            admitted = await self._batcher.call(partial(self._model.admit, session, tokens, scope=scope))
-        except ValueError as error:
-            raise Unprocessable(f"max_new: {error}") from None
-        if not admitted:
-            raise Unavailable("no room for the session's KV now", retry_after_ms=1000)
 
     async def assign(self, assignment: Assignment) -> SessionState:
         state: SessionState = await self._ask(lambda waiter: self.engine.assign(assignment, waiter, self.moment()))
@@ -290,8 +285,10 @@ class Verifier:
             request = structs.replace(request, uniforms=fresh_uniforms(len(request.tokens)))
         asked = time.perf_counter()
         answer: list[Scored] | ScoreFailure
+        end = request.length + len(request.tokens)
         try:
-            answer, cost = await self._batcher.submit(request)
+            async with self.residency.hold(request.session, end, request.prefix, request.length):
+                answer, cost = await self._batcher.submit(request)
             seconds = cost.seconds
         except Exception as error:
             log.exception("a model pass failed")
@@ -353,8 +350,7 @@ class Verifier:
             task.cancel()
 
     def _release(self, session: SessionId) -> None:
-        """At once, so that it comes before whatever a later session of the same id asks the model for."""
-        self._batcher.call(partial(self._model.release, session)).add_done_callback(_released)
+        self.residency.close(session).add_done_callback(_released)
 
     def _count_sessions(self) -> None:
         active = sum(s.ended is None for s in self.engine.sessions.values())

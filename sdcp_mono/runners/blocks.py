@@ -110,16 +110,24 @@ class BlockPool:
         self._refs[block] += 1
         return block
 
-    def publish(self, block: int, key: bytes) -> None:
+    def publish(self, block: int, key: bytes) -> bool:
         """Make a referenced block's content reusable as ``key``; it must never be written again.
 
-        Where another block has the key already, this one stays private.
+        False where another block has the key already: this one stays private.
         """
         if not self._refs[block]:
             raise ValueError(f"block {block} is not in use")
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+        if key in self._block_of or block in self._key_of:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
+
+    def pin(self, block: int) -> None:
+        """One more reference to a block that is in use; ``drop`` gives it up (a copy reads the block meanwhile)."""
+        if not self._refs[block]:
+            raise ValueError(f"block {block} is not in use")
+        self._refs[block] += 1
 
     def published(self, block: int) -> bool:
         return block in self._key_of

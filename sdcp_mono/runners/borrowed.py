@@ -3,7 +3,8 @@
 The draft pass reads the target's KV of the committed prefix and writes its own KV of what it drafts into the slots
 right after it. Those slots belong to the same session and hold nothing yet: the target writes every one of them when it
 verifies, before anything of its own reads it. So drafting can't change what the target computes, and both models must
-run on one thread.
+run on one thread. Where the target has yet to read much of the prefix, it does so first: its verification needs that
+anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from sdcp_mono.runners.decoder import Decoder, RaggedBatch
 from sdcp_mono.runners.paged import Feed, PagedModel, Totals, finite_rows
 
-MAX_BEHIND: Final = 64  # rows a draft may have to feed before it: more means that the target has yet to read the prompt
+MAX_BEHIND: Final = 64  # rows a draft may have to feed before it; more are the target's to read
 
 
 class SharesKv(Decoder, Protocol):
@@ -50,7 +51,11 @@ class BorrowedModel:
     def capacity(self, session: bytes) -> int:
         return self._lender.capacity(session)
 
-    def admit(self, session: bytes, tokens: int) -> bool:
+    @property
+    def block_size(self) -> int:
+        return self._lender.block_size
+
+    def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         """The lender's room is all there is."""
         return tokens <= self._lender.capacity(session)
 
@@ -58,16 +63,20 @@ class BorrowedModel:
         self._ahead.pop(session, None)
 
     def feed(self, work: Sequence[Feed]) -> list[torch.Tensor | None]:
-        """As ``PagedModel.feed``. ``failed`` also holds sessions whose prefix the lender hasn't read yet."""
+        """As ``PagedModel.feed``: None while the lender has yet to read the prefix."""
         results: list[torch.Tensor | None] = [None] * len(work)
-        failed, jobs = set(), []
+        failed: set[bytes] = set()
+        jobs, unread = [], []
         for index, feed in enumerate(work):
             valid = self._lender.agreed(feed)
             start = min(valid + self._agreed_ahead(feed, valid), feed.total - feed.want)
             if feed.total - start > MAX_BEHIND:
-                failed.add(feed.session)
+                unread.append(Feed(feed.session, feed.prefix, feed.length, want=0))
             else:
                 jobs.append((index, feed, valid, start))
+        if unread:
+            self._lender.feed(unread)
+            failed |= self._lender.failed
         if jobs:
             logits = self.decoder.forward(self._batch([(feed, valid, start) for _, feed, valid, start in jobs]))
             finite, row = finite_rows(logits), 0

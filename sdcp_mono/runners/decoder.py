@@ -48,8 +48,28 @@ class Decoder(Protocol):
     @property
     def kv_bytes_per_token(self) -> int: ...
 
+    @property
+    def kv_layout(self) -> str:
+        """How a block's bytes come about and lie: two decoders of one model may swap blocks if these are equal.
+
+        It names whatever changes a bit of the KV: dtype, order, and the arithmetic that computes it.
+        """
+
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make room for ``blocks`` blocks of ``block_size`` tokens; their content is undefined."""
+
+    def read_block(self, index: int) -> memoryview:
+        """The bytes of a block, (block_bytes,): in place where memory allows it, so valid until the block changes."""
+
+    def write_block(self, index: int, data: memoryview) -> None:
+        """Replace a block by what ``read_block`` gave for an equal ``kv_layout`` and block size."""
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Run one pass; the logits of ``logit_rows``, (R, V) float32, valid until the next call."""

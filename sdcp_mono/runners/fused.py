@@ -259,6 +259,11 @@ class FusedDecoder:
         return shape.layers * shape.kv_heads * (shape.head_dim + padded) * (2 if self._struct.kv_bf16 else 4)
 
     @property
+    def kv_layout(self) -> str:
+        """See ``Decoder``. Instruction sets round differently, so KV of one is not taken for that of another."""
+        return f"fused 1 {self.weights} {native.isa(self.weights)} {self.kv_dtype} {self.kv_bytes_per_token}"
+
+    @property
     def matrices(self) -> list[Weight]:
         """The packed weights in the order in which a pass multiplies with them."""
         layers = (_Layer * self.shape.layers).from_address(self._struct.layer)
@@ -343,7 +348,7 @@ class FusedDecoder:
         """A block's ``block_bytes`` bytes, all layers, in place: copy what must outlive the block's next change."""
         return memoryview((ctypes.c_char * self.block_bytes).from_address(self._block(index))).cast("B").toreadonly()
 
-    def write_block(self, index: int, data: bytes | bytearray | memoryview) -> None:
+    def write_block(self, index: int, data: bytes | memoryview) -> None:
         """Replace a block by what ``read_block`` gave, of a decoder with equal shape, block size and KV dtype."""
         source = np.frombuffer(data, np.uint8)
         if len(source) != self.block_bytes:

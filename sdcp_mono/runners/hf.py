@@ -278,6 +278,7 @@ class HfDecoder:
         self.flash = flash_attention() if self.device.type == "cuda" and self._suits_flash() else None
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._block_size = 0
+        self.pack = pack
         if pack is not None:
             importlib.import_module("sdcp_mono.kernels.packed").pack_linears(self.model, pack)
 
@@ -301,6 +302,44 @@ class HfDecoder:
             )
             for layer, shape in self._shapes.items()
         }
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return next(iter(self._shapes.values())).dtype
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``Decoder``. The device stands for its arithmetic; torch's own may differ between two CPUs."""
+        arithmetic = self.device.type if self.device.type != "cpu" else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+        layers = ",".join(f"{s.heads}x{s.key}+{s.value}" for s in self._shapes.values())
+        return f"hf 1 {self.pack} {arithmetic} {self.kv_dtype} {layers}"
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_size * self.kv_bytes_per_token
+
+    def read_block(self, index: int) -> memoryview:
+        """See ``Decoder``: a copy, layer after layer, keys before values."""
+        parts = [part.reshape(-1).view(torch.uint8).cpu() for part in self._block(index)]
+        return torch.cat(parts).numpy().data.toreadonly()
+
+    def write_block(self, index: int, data: memoryview) -> None:
+        """See ``Decoder``."""
+        source = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        if len(source) != self.block_bytes:
+            raise ValueError(f"data: a block has {self.block_bytes} bytes, got {len(source)}")
+        start = 0
+        for part in self._block(index):
+            size = part.numel() * part.dtype.itemsize
+            part.copy_(source[start : start + size].view(part.dtype).reshape(part.shape))
+            start += size
+
+    def _block(self, index: int) -> Iterator[torch.Tensor]:
+        """Keys and values of a block, (block_size, heads, width) each."""
+        where = slice(index * self._block_size, (index + 1) * self._block_size)
+        for keys, values in self._cache.values():
+            yield keys[where]
+            yield values[where]
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:

@@ -6,18 +6,21 @@ Opening, catching up, verifying and rolling back are therefore one operation.
 
 Laws: KV is written once per token (a row that is run again only for its logits writes to a scratch block); a block
 becomes reusable by others only when it is full, holds committed prefix only, and the pass that finished it had finite
-logits (C-31).
+logits (C-31). Such a block is also offered to the tiers below, once, and comes back from there the same.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sdcp_mono.core.ports import KvTiers
 from sdcp_mono.runners.blocks import BLOCK_SIZE, BlockPool, next_key, root_key
 from sdcp_mono.runners.decoder import Decoder, Ints, RaggedBatch
 
@@ -60,12 +63,14 @@ class Totals:
     decode_rows: int = 0  # rows of work that was at the end of its sequence: verification and single tokens
     prefill_rows: int = 0
     cached_tokens: int = 0  # prefix tokens that were found in the cache instead of being computed
+    restored_tokens: int = 0  # of these, the ones that came back from a tier below the device
     rolled_back: int = 0  # tokens whose KV was given up because the prefix went another way
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     root: bytes
+    scope: bytes | None
     table: Ints  # blocks in order; the first ``taken`` are valid, the rest is promised
     taken: int = 0
     tokens: list[int] = field(default_factory=list)  # what the KV holds
@@ -110,11 +115,17 @@ class PagedModel:
 
     ``identity`` names weights, dtype and weight format (it keys prefix reuse). ``token_budget`` bounds the rows of one
     pass, that is its duration and its activations. ``blocks`` bounds memory: ``(blocks + 1) * block_size *
-    decoder.kv_bytes_per_token`` bytes.
+    decoder.kv_bytes_per_token`` bytes. Implements ``core.ports.HoldsKv``.
     """
 
     def __init__(
-        self, decoder: Decoder, identity: bytes, *, blocks: int, block_size: int = BLOCK_SIZE, token_budget: int = 512
+        self,
+        decoder: Decoder,
+        identity: bytes,
+        *,
+        blocks: int,
+        block_size: int = BLOCK_SIZE,
+        token_budget: int = 512,
     ) -> None:
         if token_budget < PROMPT_SHARE:
             raise ValueError(f"token_budget: need at least {PROMPT_SHARE}, got {token_budget}")
@@ -124,7 +135,9 @@ class PagedModel:
         self.token_budget = token_budget
         self.totals = Totals()
         self.failed: frozenset[bytes] = frozenset()  # sessions whose rows of the last pass had logits not finite
-        self._identity = identity
+        self.tiers: KvTiers | None = None  # get a copy of what may be reused
+        self._copied: deque[int] = deque()  # blocks whose copies are done; filled by any thread, bounded by the pool
+        self._identity = identity + decoder.kv_layout.encode()
         self._sessions: dict[bytes, _Session] = {}  # bounded by the pool: each holds or was promised a block
         self._scratch = blocks * block_size  # first slot of the block after the pool's
         decoder.allocate(blocks + 1, block_size)
@@ -139,6 +152,7 @@ class PagedModel:
 
         Raises ``ValueError`` if they can never fit. Blocks are only shared within one ``scope``.
         """
+        self._unpin()
         if not 1 <= tokens <= self.decoder.context:
             raise ValueError(f"a session of {tokens} tokens does not fit a context of {self.decoder.context}")
         known = self._sessions.get(session)
@@ -150,7 +164,7 @@ class PagedModel:
             return False
         if known is None:
             root = root_key(self._identity, scope, self.block_size)
-            self._sessions[session] = _Session(root, np.full(more, -1, np.int32))
+            self._sessions[session] = _Session(root, scope, np.full(more, -1, np.int32))
         elif more > 0:
             known.table = np.concatenate([known.table, np.full(more, -1, np.int32)])
         return True
@@ -171,6 +185,71 @@ class PagedModel:
         if known is not None:
             self.pool.drop(known.table[: known.taken].tolist())
             self.pool.unreserve(len(known.table) - known.taken)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence in tokens that could ever be admitted."""
+        return min(self.decoder.context, self.pool.total * self.block_size)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that could be admitted now; may be read from any thread, as a hint."""
+        return max(self.pool.available + len(self._copied), 0) * self.block_size
+
+    @property
+    def block_tokens(self) -> int:
+        return self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.decoder.block_bytes
+
+    @property
+    def kv_dtype(self) -> str:
+        return str(self.decoder.kv_dtype).removeprefix("torch.")
+
+    def missing(self, session: bytes, tokens: Sequence[int], scope: bytes | None) -> list[bytes]:
+        """Keys of the full blocks of ``tokens`` that have to be computed or loaded, in order.
+
+        The session, which is admitted for so many tokens if it wasn't, takes those before them, which are on the
+        device, now. Empty where there is no room for it, or it holds more already.
+        """
+        if not tokens or (len(tokens) > self.capacity(session) and not self.admit(session, len(tokens), scope=scope)):
+            return []
+        known = self._sessions[session]
+        self._follow(known, Feed(session, tokens, len(tokens), want=0))
+        if len(known.tokens) != known.taken * self.block_size:
+            return []
+        key, keys = self._key(known, known.taken), []
+        for start in range(len(known.tokens), len(tokens) - self.block_size + 1, self.block_size):
+            key = next_key(key, tokens[start : start + self.block_size])
+            keys.append(key)
+        return keys
+
+    def adopt(self, session: bytes, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Write blocks that ``missing`` asked for, from its first key on; how many were of use.
+
+        The session may have gone on or gone meanwhile: what doesn't continue what it holds is left alone.
+        """
+        known, size, used = self._sessions.get(session), self.block_size, 0
+        for key, data in zip(keys, blocks, strict=False):
+            if known is None or known.prefix is None or len(known.tokens) != known.taken * size:
+                break
+            start = len(known.tokens)
+            tokens = list(known.prefix[start : start + size])
+            if known.confirmed != start or known.taken == len(known.table) or len(tokens) < size:
+                break
+            if next_key(self._key(known, known.taken), tokens) != key:
+                break
+            block = self.pool.share(key)  # somebody else has computed or loaded it since
+            if block is None:
+                block = self.pool.take()
+                self.decoder.write_block(block, data)
+                self.pool.publish(block, key)
+                self.totals.restored_tokens += size
+            self._join(known, block, tokens)
+            used += 1
+        return used
 
     @property
     def scratch(self) -> int:
@@ -205,6 +284,7 @@ class PagedModel:
         """
         results: list[torch.Tensor | None] = [None] * len(work)
         self._refuse_bad(work)
+        self._unpin()
         jobs = []
         for index, feed in enumerate(work):
             session = self._sessions[feed.session]
@@ -282,13 +362,17 @@ class PagedModel:
             block = self.pool.share(next_key(self._key(session, session.taken), tokens))
             if block is None:
                 return
-            session.table[session.taken] = block
-            session.taken += 1
-            session.published += 1
-            session.tokens += tokens
-            session.confirmed += size
-            session.reused += size
-            self.totals.cached_tokens += size
+            self._join(session, block, tokens)
+
+    def _join(self, session: _Session, block: int, tokens: Sequence[int]) -> None:
+        """A block that holds the next ``tokens`` of the prefix becomes part of the session."""
+        session.table[session.taken] = block
+        session.taken += 1
+        session.published += 1
+        session.tokens += tokens
+        session.confirmed += len(tokens)
+        session.reused += len(tokens)
+        self.totals.cached_tokens += len(tokens)
 
     def _key(self, session: _Session, blocks: int) -> bytes:
         """The key of the first ``blocks`` full blocks."""
@@ -384,8 +468,20 @@ class PagedModel:
         session.tokens += feed.slice(held, job.stop)
         session.confirmed = max(session.confirmed, min(len(session.tokens), feed.length))
         for index in range(session.published, session.confirmed // size):
-            self.pool.publish(int(session.table[index]), self._key(session, index + 1))
+            block, key = int(session.table[index]), self._key(session, index + 1)
+            if self.pool.publish(block, key) and self.tiers is not None:
+                self._offer(block, key, session.scope, self.tiers)
         session.published = session.confirmed // size
+
+    def _offer(self, block: int, key: bytes, scope: bytes | None, tiers: KvTiers) -> None:
+        """Have a block copied while the model goes on. A reference keeps it as it is until the copy is done."""
+        self.pool.pin(block)
+        if not tiers.offer(key, scope, self.decoder.read_block(block), partial(self._copied.append, block)):
+            self.pool.drop([block])
+
+    def _unpin(self) -> None:
+        while self._copied:
+            self.pool.drop([self._copied.popleft()])
 
 
 def finite_rows(logits: torch.Tensor) -> npt.NDArray[np.bool_]:

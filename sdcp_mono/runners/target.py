@@ -15,7 +15,7 @@ from sdcp_mono.runners.rows import QRows
 from sdcp_mono.runners.sampling import best, best_ids, distribution, log_probabilities
 
 LONGEST_PROPOSAL: Final = 64
-"""The contract's bound on M (4.1). Sessions get room for a proposal past their end, so that it is scored whole."""
+"""The contract's bound on M (4.1)."""
 
 UNSCORED: Final = Scored(argmax=-1, extra=-1, p=0.0, q=1.0)
 """A position past the end of the context: it refuses its token, and nothing of it can be emitted (AMB-126)."""
@@ -32,6 +32,7 @@ class TargetRunner:
         if model.decode_budget <= LONGEST_PROPOSAL:
             raise ValueError(f"token_budget: {model.token_budget} is too small for {LONGEST_PROPOSAL + 1} rows")
         self.card = card
+        self.kv = model  # as the tiers below the device see it
         self._model = model
 
     @property
@@ -39,14 +40,25 @@ class TargetRunner:
         """What the model has done since it started."""
         return self._model.totals
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block."""
+        return self._model.block_size
+
+    @property
+    def longest(self) -> int:
+        """The longest session in tokens that there could ever be room for."""
+        return min(self.card.context, self._model.longest)
+
+    @property
+    def free_tokens(self) -> int:
+        return self._model.free_tokens
+
     def admit(self, session: SessionId, tokens: int, *, scope: bytes | None = None) -> bool:
         """Reserve room for ``tokens`` tokens; False if there is none now. Raises ``ValueError`` if they never fit."""
         if tokens > self.card.context:
             raise ValueError(f"a session of {tokens} tokens does not fit a context of {self.card.context}")
-        try:
-            return self._model.admit(session, min(tokens + LONGEST_PROPOSAL, self.card.context), scope=scope)
-        except ValueError:  # a pool so small that the last proposals have to be scored in part
-            return self._model.admit(session, tokens, scope=scope)
+        return self._model.admit(session, tokens, scope=scope)
 
     def release(self, session: SessionId) -> None:
         self._model.release(session)
@@ -77,12 +89,14 @@ class TargetRunner:
         return results
 
     def _room(self, request: ScoreRequest) -> int:
-        return min(self._model.capacity(request.session), self.card.context) - request.length
+        """How many proposed tokens there is a place for; the rest is ``UNSCORED``."""
+        return self.longest - request.length
 
     def _refusal(self, request: ScoreRequest) -> ScoreFailure | None:
         """What only a caller's mistake can bring about; its neighbours are not to suffer from it."""
-        if self._room(request) < 0:
-            return ScoreFailure(f"a prefix of {request.length} tokens is longer than admitted", permanent=True)
+        room = self._model.capacity(request.session)
+        if request.length > room or min(request.length + len(request.tokens), self.longest) > room:
+            return ScoreFailure("the session has no room for its KV", permanent=True)
         if request.rule == Rule.SPECULATIVE_SAMPLING:
             if request.uniforms is None:
                 return ScoreFailure("rule 2 without random values", permanent=True)

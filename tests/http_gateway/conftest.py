@@ -100,6 +100,8 @@ class ToyTarget:
     def __init__(self, next_: Callable[[int], Sequence[float]] = successor) -> None:
         self.next = next_
 
+    block_tokens, longest, free_tokens = 16, 2**20, 2**20
+
     def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         return True
 

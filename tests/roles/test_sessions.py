@@ -157,9 +157,6 @@ def test_a_session_without_room_waits_for_one_that_ends(kit: Any, run: Any) -> N
 
 
 def test_what_can_never_fit_is_refused_at_once(kit: Any, run: Any) -> None:
-    def admit(*_: Any, **__: Any) -> bool:
-        raise ValueError("5000 KV blocks are needed, there are 100")
-
     async def main() -> None:
         async with kit.node(right(kit)) as world:
             for wish, refusal in (
@@ -170,8 +167,8 @@ def test_what_can_never_fit_is_refused_at_once(kit: Any, run: Any) -> None:
                 with pytest.raises(refusal):
                     await world.serving.generate(wish)
                 await world.assert_empty()
-            world.target.admit = admit
-            with pytest.raises(Unprocessable, match="5000 KV blocks"):
+            world.target.longest = 4
+            with pytest.raises(Unprocessable, match="max_new: a session of .* tokens does not fit; 4 is the most"):
                 await world.serving.generate(kit.request())
             await world.assert_empty()
 

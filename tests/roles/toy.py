@@ -69,6 +69,8 @@ class ToyTarget:
         self.held: set[bytes] = set()
         self.room = 10**9
 
+    block_tokens, longest, free_tokens = 16, 2**20, 2**20
+
     def admit(self, session: bytes, tokens: int, *, scope: bytes | None = None) -> bool:
         if len(self.held) >= self.room:
             return False

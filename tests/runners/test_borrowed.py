@@ -104,13 +104,17 @@ def test_shared_blocks_are_never_written(decoder: Any) -> None:
     assert torch.equal(only(model, Feed(A, prefix, 32)), before)
 
 
-def test_nothing_is_drafted_before_the_target_has_read_the_prompt(decoder: Any) -> None:
+def test_the_target_reads_the_prompt_before_anything_is_drafted(decoder: Any) -> None:
+    """A session that was resumed or preempted: its rounds are cut where they would have been (6.9)."""
     model = paged(decoder)
     borrowed, prefix = BorrowedModel(model, decoder("int4")), [1] * (MAX_BEHIND + 8)
+    assert not borrowed.admit(A, 16)
     model.admit(A, 128)
-    assert borrowed.feed([Feed(A, prefix, len(prefix))]) == [None]
-    assert borrowed.failed == {A}
-    assert not borrowed.admit(B, 16)
+    answers = [borrowed.feed([Feed(A, prefix, len(prefix))]) for _ in range(3)]
+    assert [answer[0] is None for answer in answers] == [True, False, False]
+    assert borrowed.failed == frozenset()
+    assert model.agreed(Feed(A, prefix, len(prefix))) == len(prefix)
+    assert torch.equal(answers[1][0], answers[2][0])
 
 
 def test_other_kv_is_refused(decoder: Any) -> None:

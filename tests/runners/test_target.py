@@ -237,10 +237,14 @@ def test_amb_126_positions_past_the_context_are_not_scored(cyc: Path) -> None:
         runner.admit(S[1], 33)
 
 
-def test_amb_125_a_proposal_past_max_new_is_scored_whole(cyc: Path) -> None:
+def test_a_proposal_without_room_for_it_is_refused_whole(cyc: Path) -> None:
+    """Room is made before a pass (``roles/residency.py``); a pass that lacks it must not score half a proposal."""
     runner = target(cyc, block_size=4)
     assert runner.admit(S[0], 6)
     tokens = tuple(10 + i % 10 for i in range(4, 12))
+    (answer,) = runner.step([ask(S[0], [10, 11, 12, 13], tokens)])
+    assert isinstance(answer, ScoreFailure)
+    assert runner.admit(S[0], 12)
     (answer,) = runner.step([ask(S[0], [10, 11, 12, 13], tokens)])
     assert accept(GREEDY, tokens, scored(answer)).accepted == 8
 
