@@ -297,7 +297,7 @@ def _resume(session: Session, opening: Opening) -> None:
         raise Unprocessable("resume: not the last commit record of the log")
     session.prefix.extend(opening.committed)
     session.digest, session.round = digest, resume.round
-    session.lead = False
+    session.lead = session.lead and last is None  # what was cut short before its first round starts as it would have
     if last is not None and last.final is not UNSET:  # AMB-062
         session.ended = Action.FAIL if last.final != Action.FINISH else Action.FINISH
     elif opening.committed and opening.committed[-1] in opening.message.contract.stop:  # AMB-061

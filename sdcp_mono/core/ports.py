@@ -130,10 +130,8 @@ class HoldsKv(Protocol):
 
     @property
     def block_bytes(self) -> int: ...
-
     @property
     def kv_dtype(self) -> str: ...
-
     def missing(self, session: SessionId, tokens: Sequence[int], scope: bytes | None) -> Sequence[bytes]:
         """Keys of the full blocks of ``tokens`` that the device lacks, after those it has, which the session takes."""
 
@@ -209,7 +207,6 @@ class DraftModel(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def identity(self) -> Hash32:
         """SHA-256 of the draft model's weights, as the contract's ``drafters`` lists it."""
@@ -433,7 +430,6 @@ class KvLoad(Protocol):
 
     @property
     def blocks(self) -> Sequence[memoryview]: ...
-
     def close(self) -> None: ...
 
 
@@ -461,7 +457,8 @@ class GenerateRequest(Struct, frozen=True):
     """What a front end asks for: token ids in, token ids out. Text never reaches the roles.
 
     ``top_logprobs`` -1: none. ``session`` names the session where the caller needs to (seeded requests derive it);
-    two live requests with the same id are one session with two readers.
+    two live requests with the same id are one session with two readers. ``resume`` names the log of an earlier attempt
+    at this very request (``Generation.log``): it goes on where that log ends.
     """
 
     prompt: tuple[int, ...]
@@ -472,6 +469,7 @@ class GenerateRequest(Struct, frozen=True):
     speculative: bool = True
     top_logprobs: int = -1
     session: SessionId | None = None
+    resume: str = ""
 
 
 class Generation(Protocol):
@@ -479,6 +477,9 @@ class Generation(Protocol):
 
     @property
     def session(self) -> SessionId: ...
+    @property
+    def log(self) -> str:
+        """The last part of its commit log's name: with the session id enough to go on elsewhere."""
 
     def chunks(self, from_: int = 0) -> AsyncIterator[Chunk]:
         """Committed output from index ``from_`` on; the last chunk is final."""

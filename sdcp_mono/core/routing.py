@@ -5,14 +5,15 @@ the step that asked for it, so a late one changes nothing:
 
     Open -> Inform (PUT drafter) -> Assign (POST assignments) -> running
     drafter lost, or event 2 or 3:   Inform -> Assign -> running
-    verifier lost:                   Fence -> ReadRecords -> Open (epoch + 1, resume) -> Inform -> Assign -> running
+    verifier lost, or taken up again from its log:
+                                     Fence -> ReadRecords -> Open (epoch + 1, resume) -> Inform -> Assign -> running
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Final, TypeAlias
+from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
@@ -39,10 +40,12 @@ from sdcp_mono.core.messages import (
 )
 from sdcp_mono.core.ports import OpenOptions
 from sdcp_mono.core.problems import Conflict, Refusal, SessionClosed, StaleEpoch, Unavailable, UnknownSession
+from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
 
 MAX_TTL_MS: Final = 60_000  # a longer promise than this would hide a death for too long (AMB-184)
 MAX_INSTANCES: Final = 1024  # instances are configured by people; more reports than this are a fault
 MAX_TRIES: Final = 5  # drafters or verifiers that are tried for one session before it waits or is given up
+STRANDED_MS: Final = 60_000  # without any verifier alive a session is kept this long: a restart takes less
 AVOID_MS: Final = 1_000  # a drafter that was just left is taken again only if no other has come by then (AMB-117)
 
 
@@ -71,60 +74,6 @@ def prefer_idle(candidate: Candidate) -> tuple[int, int, int, str]:
     return (candidate.sessions + candidate.queue, candidate.load, -candidate.accept_milli, candidate.base)
 
 
-class Open(Struct, frozen=True):
-    session: SessionId
-    verifier: str
-    message: SessionOpen
-    options: OpenOptions
-
-
-class Inform(Struct, frozen=True):
-    """PUT drafter at the verifier, always before the drafter hears of it (SDCP-080)."""
-
-    session: SessionId
-    verifier: str
-    assignment: Assignment
-
-
-class Assign(Struct, frozen=True):
-    """POST assignments at the drafter, with the state the verifier answered (SDCP-081)."""
-
-    session: SessionId
-    drafter: str
-    assignment: Assignment
-
-
-class Fence(Struct, frozen=True):
-    """Append a fence before anything else (SDCP-178); the old verifier can commit nothing after it."""
-
-    session: SessionId
-    log: str
-    epoch: int
-
-
-class ReadRecords(Struct, frozen=True):
-    """Read the log after the fence; the committed tokens become an object for the new verifier (AMB-064)."""
-
-    session: SessionId
-    log: str
-
-
-class SendPolicy(Struct, frozen=True):
-    session: SessionId
-    verifier: str
-    policy: Policy
-
-
-class Ended(Struct, frozen=True):
-    """Nothing more will be done for the session. ``error`` empty: it finished."""
-
-    session: SessionId
-    error: str
-
-
-Step: TypeAlias = Open | Inform | Assign | Fence | ReadRecords | SendPolicy | Ended
-
-
 class Stage(Enum):
     OPENING = auto()
     INFORMING = auto()
@@ -133,6 +82,7 @@ class Stage(Enum):
     WAITING = auto()  # for a permitted drafter
     FENCING = auto()
     READING = auto()
+    STRANDED = auto()  # fenced, and no verifier is alive
     ENDED = auto()
 
 
@@ -156,6 +106,7 @@ class Routed(Struct):
     missed: Event | None = None  # it came while a drafter was being assigned
     tries: int = 0
     waiting_since_ms: int | None = None  # without a drafter at work
+    stranded_since_ms: int = 0
 
 
 class Router:
@@ -251,6 +202,25 @@ class Router:
         self.sessions[opening.session] = routed
         verifier.sessions += 1
         return [Open(opening.session, verifier.base, opening, options)]
+
+    def recover(
+        self,
+        opening: SessionOpen,
+        prompt: tuple[Token, ...],
+        options: OpenOptions,
+        m_init: int,
+        *,
+        drafted: bool = True,
+    ) -> list[Step]:
+        """Take a session up again from its log, after its router or its reader was gone; nothing else is needed.
+
+        ``opening`` must be what it was opened with; the new verifier checks it against the digests in the log.
+        """
+        if opening.session in self.sessions:
+            raise Conflict("session: already open")
+        contracts.validate(opening.contract)
+        self.sessions[opening.session] = Routed(opening, prompt, options, "", Stage.RUNNING, drafted, m_init)
+        return self.verifier_lost(opening.session, opening.epoch)
 
     def opened(self, session: SessionId, state: SessionState, now_ms: int) -> list[Step]:
         """The verifier answered; its digest must be the one computed here (SDCP-078)."""
@@ -395,7 +365,13 @@ class Router:
         for session, routed in list(self.sessions.items()):
             if routed.stage is Stage.ENDED:
                 continue
-            if routed.verifier not in verifiers and routed.stage not in (Stage.FENCING, Stage.READING):
+            if routed.stage is Stage.STRANDED:
+                if self._verifier_for(routed.opening.contract, now_ms) is not None:
+                    routed.stage = Stage.READING
+                    steps.append(ReadRecords(session, routed.opening.commit_log))
+                elif now_ms - routed.stranded_since_ms >= STRANDED_MS:
+                    steps += self._finish(session, "no verifier is alive")
+            elif routed.verifier not in verifiers and routed.stage not in (Stage.FENCING, Stage.READING):
                 steps += self.verifier_lost(session, routed.epoch)
             elif routed.stage is Stage.WAITING:
                 waited = now_ms - (now_ms if routed.waiting_since_ms is None else routed.waiting_since_ms)
@@ -417,7 +393,8 @@ class Router:
         its last tokens may still have to be read (AMB-061).
         """
         routed = self.sessions.get(session)
-        if routed is None or routed.epoch != epoch or routed.stage in (Stage.FENCING, Stage.READING):
+        moving = (Stage.FENCING, Stage.READING, Stage.STRANDED)
+        if routed is None or routed.epoch != epoch or routed.stage in moving:
             return []
         if routed.stage is not Stage.OPENING:
             routed.tries = 0
@@ -452,7 +429,8 @@ class Router:
             return []
         verifier = self._verifier_for(routed.opening.contract, now_ms, routed.verifier)
         if verifier is None:
-            return self._finish(session, "no verifier is alive")
+            routed.stage, routed.stranded_since_ms = Stage.STRANDED, now_ms
+            return []
         commits = [record for record in records if isinstance(record, CommitRecord)]
         origin = digests.prefix_digest(digests.contract_digest(routed.opening.contract), routed.prompt)
         last = commits[-1] if commits else None

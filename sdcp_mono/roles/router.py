@@ -37,8 +37,10 @@ from sdcp_mono.core.problems import (
     TooManyRequests,
     Unavailable,
     UnknownSession,
+    Unprocessable,
 )
-from sdcp_mono.core.routing import Assign, Ended, Fence, Inform, Open, ReadRecords, Router, SendPolicy, Stage, Step
+from sdcp_mono.core.routing import Router, Stage
+from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
 from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
@@ -168,13 +170,15 @@ class RouterRole:
     async def generate(self, request: GenerateRequest) -> Reader:
         """Admit a request; two live requests with the same session id are one session with two readers."""
         session = request.session or secrets.token_bytes(16)
+        if request.resume and not request.session:
+            raise Unprocessable("resume: of which session?")
         while (active := self._active.get(session)) is not None and active.ending is not None:
             await asyncio.wait((active.ending,))  # the id is free when nothing of it is left
         if active is None:
             if self._slots.locked() and self._waiting >= self.terms.queue:
                 raise TooManyRequests("the queue is full", retry_after_ms=1000)
             # A log belongs to one attempt: a later identical request starts another.
-            active = _Active(session, self._reference(_local("log")))
+            active = _Active(session, self._reference(_local("log", request.resume)))
             self._active[session] = active
             self._waiting += 1
             active.opening = self._tasks.start(self._admit(active, request))
@@ -198,6 +202,9 @@ class RouterRole:
             except TimeoutError:
                 raise Unavailable("no slot became free in time", retry_after_ms=5000) from None
             active.slot = True
+            if request.resume:
+                await self._recover(active, request)
+                return
             while not await self._open(active, request, last=time.monotonic() >= deadline):
                 self._ended.clear()
                 with suppress(TimeoutError):
@@ -206,12 +213,26 @@ class RouterRole:
         finally:
             self._waiting -= 1
 
-    async def _open(self, active: _Active, request: GenerateRequest, *, last: bool) -> bool:
-        """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
-        opening = self._opening(request, active)
+    def _wanted(self, request: GenerateRequest) -> tuple[OpenOptions, bool]:
+        """How to open, and whether it will be drafted."""
         expected = self.terms.drafted or bool(self.machine.alive(Role.DRAFTER, _now_ms()))
         drafted = request.speculative and expected
         options = OpenOptions(lead=True, undrafted=not drafted, transient=True, top_logprobs=request.top_logprobs)
+        return options, drafted
+
+    async def _recover(self, active: _Active, request: GenerateRequest) -> None:
+        """Go on where an earlier attempt's log ends; it can't be an attempt at anything else (AMB-059)."""
+        options, drafted = self._wanted(request)
+        opening = self._opening(request, active)
+        self._carry_out(self.machine.recover(opening, request.prompt, options, self.terms.m_init, drafted=drafted))
+        await active.moved.wait()
+        if active.error:
+            raise UnknownSession(f"resume: {active.error}")
+
+    async def _open(self, active: _Active, request: GenerateRequest, *, last: bool) -> bool:
+        """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
+        options, drafted = self._wanted(request)
+        opening = self._opening(request, active)
         (step,) = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
         try:
             await self._step(step)
@@ -393,6 +414,10 @@ class Reader:
     def session(self) -> SessionId:
         return self._active.session
 
+    @property
+    def log(self) -> str:
+        return self._active.commit_log.rpartition("/")[2]
+
     async def chunks(self, from_: int = 0) -> AsyncIterator[Chunk]:
         while True:
             chunk = await self._router.read(self._active, from_)
@@ -407,9 +432,9 @@ class Reader:
             await self._router.leave(self._active)
 
 
-def _local(kind: str) -> MlcUri:
-    """A new name in this process."""
-    return MlcUri("local", SCOPE, kind, secrets.token_hex(16))
+def _local(kind: str, name: str = "") -> MlcUri:
+    """An object of this process, a new one without ``name``; raises ``Malformed`` for a name that can't be."""
+    return MlcUri("local", SCOPE, kind, name or secrets.token_hex(16))
 
 
 def _now_ms() -> int:

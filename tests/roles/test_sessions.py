@@ -168,7 +168,7 @@ def test_what_can_never_fit_is_refused_at_once(kit: Any, run: Any) -> None:
                     await world.serving.generate(wish)
                 await world.assert_empty()
             world.target.longest = 4
-            with pytest.raises(Unprocessable, match="max_new: a session of .* tokens does not fit; 4 is the most"):
+            with pytest.raises(Unprocessable, match=r"max_new: a session of .* tokens does not fit; 4 is the most"):
                 await world.serving.generate(kit.request())
             await world.assert_empty()
 

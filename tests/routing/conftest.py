@@ -13,7 +13,8 @@ from sdcp_mono.core import digest as digests
 from sdcp_mono.core.messages import CommitRecord, Contract, Event, Role, SessionOpen, SessionState, Status
 from sdcp_mono.core.ports import OpenOptions
 from sdcp_mono.core.problems import Refusal
-from sdcp_mono.core.routing import Inform, Router, Stage, Step
+from sdcp_mono.core.routing import Router, Stage
+from sdcp_mono.core.steps import Inform, Step
 
 SESSION, PROMPT = b"s" * 16, (1, 2, 3)
 LOG, TOKENS = "mlc://m/-/log/1", "mlc://m/-/tokens/1"

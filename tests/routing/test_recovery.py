@@ -9,21 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET, structs
 
-from sdcp_mono.core.messages import CommitRecord, FenceRecord, Policy, Sampling
-from sdcp_mono.core.problems import BadContract, SessionClosed, StaleEpoch, Unavailable, UnknownSession
-from sdcp_mono.core.routing import (
-    AVOID_MS,
-    MAX_TRIES,
-    Assign,
-    Ended,
-    Fence,
-    Inform,
-    Open,
-    ReadRecords,
-    SendPolicy,
-    Stage,
-    Step,
-)
+from sdcp_mono.core.messages import CommitRecord, FenceRecord, Policy, Sampling, SessionOpen
+from sdcp_mono.core.problems import BadContract, Conflict, SessionClosed, StaleEpoch, Unavailable, UnknownSession
+from sdcp_mono.core.routing import AVOID_MS, MAX_TRIES, STRANDED_MS, Stage
+from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
 
 # ---- drafters that are lost or left (6.5.2, 6.9) -------------------------------------------------------------
 
@@ -369,14 +358,60 @@ def test_the_same_verifier_is_better_than_none(kit: Any) -> None:
     assert (step.verifier, step.message.epoch) == (kit.V, 2)
 
 
-def test_no_verifier_is_left(kit: Any) -> None:
+def test_a_session_without_any_verifier_waits_for_one(kit: Any) -> None:
+    """Fenced and stranded; a verifier that restarts takes it up, and without one it ends after a minute."""
     world = kit.World()
     world.running()
     lose(world)
     world.router.fenced(kit.SESSION, True, 2)
-    (ended,) = world.router.records(kit.SESSION, kit.COMMITS, kit.TOKENS, world.now_ms)
+    assert world.router.records(kit.SESSION, kit.COMMITS, kit.TOKENS, world.now_ms) == []
+    assert world.router.tick(world.now_ms) == []
+    assert world.router.verifier_lost(kit.SESSION, 2) == []  # a reader that notices changes nothing
+    world.report(kit.V)
+    (read,) = world.router.tick(world.now_ms)
+    assert isinstance(read, ReadRecords)
+    (step,) = world.router.records(kit.SESSION, kit.COMMITS, kit.TOKENS, world.now_ms)
+    assert isinstance(step, Open)
+    assert step.message.epoch == 2
+
+    world = kit.World()
+    world.running()
+    lose(world)
+    world.router.fenced(kit.SESSION, True, 2)
+    world.router.records(kit.SESSION, kit.COMMITS, kit.TOKENS, world.now_ms)
+    assert world.router.tick(world.now_ms + STRANDED_MS - 1) == []
+    (ended,) = world.router.tick(world.now_ms + STRANDED_MS)
     assert isinstance(ended, Ended)
-    assert ended.error
+    assert ended.error == "no verifier is alive"
+
+
+def test_amb_160_a_session_is_taken_up_again_from_its_log_alone(kit: Any) -> None:
+    """Another router, or this one after a restart: fence above whatever is there, then go on where the log ends."""
+    world = kit.World()
+    opening = SessionOpen(session=kit.SESSION, epoch=1, contract=kit.CONTRACT, prompt=kit.PROMPT, commit_log=kit.LOG)
+    (fence,) = world.router.recover(opening, kit.PROMPT, kit.OPTIONS, 4)
+    assert fence == Fence(kit.SESSION, kit.LOG, 2)
+    (fence,) = world.router.fenced(kit.SESSION, False, 5)  # it has been moved before
+    assert fence == Fence(kit.SESSION, kit.LOG, 6)
+    (read,) = world.router.fenced(kit.SESSION, True, 6)
+    assert read == ReadRecords(kit.SESSION, kit.LOG)
+    (step,) = world.router.records(kit.SESSION, kit.COMMITS, kit.TOKENS, 0)
+    assert isinstance(step, Open)
+    assert step.message.epoch == 6
+    assert step.message.resume.committed == kit.COMMITS[-1].committed
+    with pytest.raises(Conflict):
+        world.router.recover(opening, kit.PROMPT, kit.OPTIONS, 4)
+    world.router.forget(kit.SESSION)
+    assert {instance.sessions for instance in world.router.instances.values()} == {0}
+
+
+def test_a_log_that_is_gone_cannot_be_taken_up(kit: Any) -> None:
+    world = kit.World()
+    opening = SessionOpen(session=kit.SESSION, epoch=1, contract=kit.CONTRACT, prompt=kit.PROMPT, commit_log=kit.LOG)
+    world.router.recover(opening, kit.PROMPT, kit.OPTIONS, 4)
+    (ended,) = world.router.failed(kit.SESSION, Stage.FENCING, UnknownSession("commit_log: no such log"), 0)
+    assert isinstance(ended, Ended)
+    assert "no such log" in ended.error
 
 
 def test_a_verifier_with_another_epoch_is_not_argued_with(kit: Any) -> None:

@@ -9,20 +9,8 @@ from msgspec import structs
 
 from sdcp_mono.core.messages import Policy, Role, Sampling, SessionOpen
 from sdcp_mono.core.problems import BadContract, Conflict, Refusal, SessionClosed, Unavailable, UnknownSession
-from sdcp_mono.core.routing import (
-    AVOID_MS,
-    MAX_INSTANCES,
-    MAX_TRIES,
-    MAX_TTL_MS,
-    Assign,
-    Candidate,
-    Ended,
-    Inform,
-    Open,
-    SendPolicy,
-    Stage,
-    prefer_idle,
-)
+from sdcp_mono.core.routing import AVOID_MS, MAX_INSTANCES, MAX_TRIES, MAX_TTL_MS, Candidate, Stage, prefer_idle
+from sdcp_mono.core.steps import Assign, Ended, Inform, Open, SendPolicy
 
 # ---- a session's life (6.1) ------------------------------------------------------------------------------
 
