@@ -55,6 +55,7 @@ class PagedDraft:
         self.kv = model if isinstance(model, PagedModel) else None  # its own, as the tiers below the device see it
         self._model = model
         self._seen: dict[SessionId, tuple[Sequence[int], int]] = {}  # admitted sessions' last prefix and length
+        self._drafting: set[SessionId] = set()  # sessions of the present call
         self._seconds_per_token = 0.0  # as last measured
         self._random = random.SystemRandom()
 
@@ -67,6 +68,7 @@ class PagedDraft:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         """See ``DraftModel``. Empty where there is no KV block left, the context is full, or logits are not finite."""
         answers: list[Draft | None] = [NOTHING] * len(requests)
+        self._drafting = {request.session for request in requests}
         lanes = {index: lane for index, request in enumerate(requests) if (lane := self._admit(request))}
         going, seconds, steps = dict(lanes), 0.0, 0
         while going:
@@ -111,17 +113,26 @@ class PagedDraft:
             # Committed tokens were taken back (a resync from the start). Their blocks may be shared by now, and a copy
             # of each could be more than there is room for; a new session takes over all that is still true.
             self.release(session)
-        try:
-            admitted = self._model.capacity(session) >= tokens or self._model.admit(
-                session, tokens, scope=request.scope
-            )
-        except ValueError:  # more than all the blocks there are
-            admitted = False
+        admitted = self._room(request, tokens)
         if not admitted:
             self.release(session)  # without drafting it needs none; what they hold can be found again by prefix
             return None
+        self._seen.pop(session, None)  # the last one drafted for is last in order
         self._seen[session] = (request.prefix, request.length)
         return _Lane(request, m)
+
+    def _room(self, request: DraftRequest, tokens: int) -> bool:
+        """Make room for ``tokens`` tokens; a session that must be reproducible takes it from those not at work now."""
+        session, model = request.session, self._model
+        idle = [other for other in self._seen if other != session and other not in self._drafting]
+        try:
+            while not (model.capacity(session) >= tokens or model.admit(session, tokens, scope=request.scope)):
+                if request.sampling.seed is UNSET or not idle:
+                    return False
+                self.release(idle.pop(0))
+        except ValueError:  # more than all the blocks there are
+            return False
+        return True
 
     def _choose(self, fed: Sequence[tuple[_Lane, torch.Tensor]]) -> None:
         """One more token for every lane, from its (1, V) logits."""

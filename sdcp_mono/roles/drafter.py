@@ -34,8 +34,7 @@ MAX_SESSIONS: Final = 1024  # assignments one drafter takes; the router then cho
 RETRY_SECONDS: Final = (0.02, 0.1, 0.5, 2.0)  # before a proposal is sent again; the last one repeats
 ANSWER_SECONDS: Final = 60.0  # a round takes seconds at worst; then the answer is lost, and the proposal is sent again
 MAX_FAULTS: Final = 3  # of one source in one session without a verdict between; then it is not asked again
-NOMINAL_ROW: Final = 0.03  # of a one-row pass, each further row; for sessions that must be reproducible
-NOMINAL_DRAFT: Final = 0.3  # a drafting step in the same unit
+SEEDED_M: Final = 4  # tokens a round of a session that must be reproducible; as many as before its first verdict
 PROBE_ROUNDS: Final = 64  # after so many rounds without drafting, look whether this text can be drafted by now
 
 
@@ -253,6 +252,8 @@ class Drafter:
         """
         offers: list[tuple[float, Source, int, Draft | None]] = []
         work.shadows.clear()
+        if contracts.sampling_of(work.rules.assignment.contract).seed is not UNSET:
+            return await self._reproducible(work)
         for source in self._sources:
             plan = self._pace(work, source)
             draft = await self._try(work, source, plan.m) if source.batcher is None else None
@@ -266,6 +267,24 @@ class Drafter:
                 work.source, work.declined = source.model.name, 0
                 work.shadows.pop(work.source, None)
                 return draft
+        return self._nothing(work)
+
+    async def _reproducible(self, work: Work) -> Draft:
+        """The draft of a seeded session: the first source that has any, always of the same length.
+
+        Its output depends on where its rounds are cut and on what was proposed. So both follow from the committed
+        prefix alone, never from measured times or from what this process remembers of earlier rounds: after a failover
+        another drafter proposes the same.
+        """
+        m = min(self._m_fixed or SEEDED_M, work.rules.limit)
+        for source in self._sources:
+            draft = await self._try(work, source, m)
+            if draft.tokens:
+                work.source = source.model.name
+                return draft
+        return self._nothing(work)
+
+    def _nothing(self, work: Work) -> Draft:
         work.declined += 1
         work.source = ""
         # A verifier that doesn't know ``decline`` gets the shortest proposal there is instead.
@@ -321,23 +340,14 @@ class Drafter:
         )
 
     def _pace(self, work: Work, source: Source) -> Pace:
-        """M for this source (6.2) and what it promises; M = 0 where drafting costs more than it gains.
-
-        A seeded session's output depends on where its rounds are cut, so there M follows from its own history alone,
-        never from measured time.
-        """
+        """M for this source (6.2) and what it promises; M = 0 where drafting costs more than it gains."""
         rules = work.rules
         alpha = work.acceptance.get(source.model.name, Acceptance()).alpha
-        seeded = contracts.sampling_of(rules.assignment.contract).seed is not UNSET
-        if seeded:
-            draft_seconds = 0.0 if source.batcher is None else NOMINAL_DRAFT
-            plan = pace(alpha, draft_seconds, lambda m: 1.0 + NOMINAL_ROW * m, rules.limit)
-        else:
-            draft_seconds = 0.0 if source.batcher is None else source.cost.seconds(len(self._work))
-            plan = pace(alpha, draft_seconds, self._round_seconds, rules.limit)
+        draft_seconds = 0.0 if source.batcher is None else source.cost.seconds(len(self._work))
+        plan = pace(alpha, draft_seconds, self._round_seconds, rules.limit)
         if self._m_fixed is not None:
             return Pace(min(self._m_fixed, rules.limit), plan.rate)
-        if plan.m == 0 and (seeded or not work.may_decline or source.batcher is None or work.declined >= PROBE_ROUNDS):
+        if plan.m == 0 and (not work.may_decline or source.batcher is None or work.declined >= PROBE_ROUNDS):
             work.declined = 0
             return Pace(1, plan.rate)
         return plan
