@@ -26,19 +26,88 @@ def _data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "sdcp-mono"
 
 
-class Settings(BaseSettings):
-    """One node. Sizes and counts are limits, each with its reason beside it."""
+class Common(BaseSettings):
+    """What every role has. Sizes and counts are limits, each with its reason beside it."""
 
     model_config = SettingsConfigDict(
         env_prefix="SDCP_", env_file=".env", toml_file="sdcp.toml", extra="ignore", frozen=True, validate_default=True
     )
 
+    data_dir: Path = Field(default_factory=_data_dir, description="Models, commit log and caches live here.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the log on stderr.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then .env, then sdcp.toml."""
+        return init_settings, env_settings, dotenv_settings, TomlConfigSettingsSource(settings_cls)
+
+
+class ModelSettings(Common):
+    """A model and its KV cache: the target, and what drafters are made of."""
+
     model: str | None = Field(
         None, description="Model id, Hugging Face folder, GGUF file or hub id; none: the default."
     )
-    data_dir: Path = Field(default_factory=_data_dir, description="Models, commit log and caches live here.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="The target's weights and KV.")
+    engine: Literal["auto", "fused", "hf"] = Field(
+        "auto", description="fused: our own pass, for the architectures it knows; hf: any model, through transformers."
+    )
+    threads: int = Field(0, ge=0, le=1024, description="Threads of the kernels; 0: one a core this process may use.")
+    kv_memory_mb: int = Field(1024, ge=1, description="Memory of the target's KV cache, and of each draft model's.")
+    kv_host_mb: int = Field(512, ge=0, description="Host tier: KV of prefixes that the cache above let go; 0: none.")
+    kv_disk_mb: int = Field(2048, ge=0, description="Disk tier, under the data folder, survives restarts; 0: none.")
+    kv_disk_floor_mb: int = Field(1024, ge=0, description="Free space that the disk tier leaves on its file system.")
+    token_budget: int = Field(256, ge=16, le=65536, description="Rows of one pass: bounds what others wait for.")
+    max_context: int = Field(0, ge=0, description="Context length to serve; 0: the model's.")
+    max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
+
+
+class DraftSettings(Common):
+    """Which drafters there are, and how much they propose."""
+
+    draft: Names = Field(
+        (), description="Drafters in order: none, ngram, quantized, model:DIR. Empty: the best that ships."
+    )
+    m_fixed: int | None = Field(None, ge=1, le=64, description="Always propose this many tokens; for experiments.")
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _split_draft(cls, value: object) -> object:
+        return _names(value)
+
+
+class AdmissionSettings(Common):
+    """What a router takes, and what it writes into contracts."""
+
     host: str = Field("127.0.0.1", description="Address of the OpenAI API; it has no authentication of its own.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 lets the system choose.")
+    max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
+    max_queue: int = Field(256, ge=0, le=65536, description="Requests that wait; more get 429.")
+    queue_seconds: float = Field(120.0, gt=0, description="How long a request may wait, then 503.")
+    m_max: int = Field(8, ge=1, le=64, description="Upper bound on M, the tokens of one proposal (section 4.1).")
+    m_init: int = Field(4, ge=1, le=64, description="M's limit before a session's first verdict.")
+    low_ratio: int = Field(0, ge=0, le=100, description="A round is low below this percentage accepted (6.5.2).")
+
+
+class StoreSettings(Common):
+    """Where commit logs and objects live."""
+
+    log: str = Field("sqlite", description="Commit logs: sqlite (in the data folder), postgresql://… or s3://bucket/…")
+    objects: str = Field("", description="Shared objects below the disk tier: s3://…, gs://…, az://…; empty: none.")
+    objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
+    kept_logs: int = Field(1000, ge=0, description="Logs of ended sessions that are kept, to resume and to replay.")
+
+
+class GatewaySettings(Common):
+    """The SDCP gateway and the peers behind others'."""
+
     gateway: bool = Field(True, description="Serve the roles to others over HTTP/2, TLS 1.3 and SDCP's CBOR.")
     gateway_host: str = Field("127.0.0.1", description="Address of the SDCP gateway.")
     gateway_port: int = Field(8443, ge=1, le=65535, description="Port of the gateway; part of the roles' base URIs.")
@@ -57,33 +126,11 @@ class Settings(BaseSettings):
         description="The conformance kit's roles at 127.0.0.1 and this port are peers as if they were listed, "
         "preferred while they report, never trusted under rule 2. Without certs_dir only; 0: they are strangers.",
     )  # fmt: skip
-    draft: Names = Field(
-        (), description="Drafters in order: none, ngram, quantized, model:DIR. Empty: the best that ships."
-    )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="The target's weights and KV.")
-    engine: Literal["auto", "fused", "hf"] = Field(
-        "auto", description="fused: our own pass, for the architectures it knows; hf: any model, through transformers."
-    )
-    threads: int = Field(0, ge=0, le=1024, description="Threads of the kernels; 0: one a core this process may use.")
-    kv_memory_mb: int = Field(1024, ge=1, description="Memory of the target's KV cache, and of each draft model's.")
-    share_kv: bool = Field(
-        True, description="Let the quantized drafter read the target's KV instead of keeping its own (one process)."
-    )
-    token_budget: int = Field(256, ge=16, le=65536, description="Rows of one pass: bounds what others wait for.")
-    max_context: int = Field(0, ge=0, description="Context length to serve; 0: the model's.")
-    max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
-    max_queue: int = Field(256, ge=0, le=65536, description="Requests that wait; more get 429.")
-    queue_seconds: float = Field(120.0, gt=0, description="How long a request may wait, then 503.")
-    m_max: int = Field(8, ge=1, le=64, description="Upper bound on M, the tokens of one proposal (section 4.1).")
-    m_init: int = Field(4, ge=1, le=64, description="M's limit before a session's first verdict.")
-    m_fixed: int | None = Field(None, ge=1, le=64, description="Always propose this many tokens; for experiments.")
-    low_ratio: int = Field(0, ge=0, le=100, description="A round is low below this percentage accepted (6.5.2).")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Of the log on stderr.")
 
-    @field_validator("draft", "routers", "verifiers", "drafters", "caches", "trusted_drafters", mode="before")
+    @field_validator("routers", "verifiers", "drafters", "caches", "trusted_drafters", mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+    def _split_bases(cls, value: object) -> object:
+        return _names(value)
 
     @field_validator("routers", "verifiers", "drafters", "caches", "trusted_drafters")
     @classmethod
@@ -93,14 +140,14 @@ class Settings(BaseSettings):
         except Malformed as malformed:
             raise ValueError(malformed.detail) from None
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then environment, then .env, then sdcp.toml."""
-        return init_settings, env_settings, dotenv_settings, TomlConfigSettingsSource(settings_cls)
+
+class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings, ModelSettings):
+    """One node with every role: ``sdcp-mono serve``."""
+
+    share_kv: bool = Field(
+        True, description="Let the quantized drafter read the target's KV instead of keeping its own (one process)."
+    )
+
+
+def _names(value: object) -> object:
+    return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from sdcp_mono import compose
+from sdcp_mono.compose import node
 from sdcp_mono.settings import Settings
 
 LISTS = ("routers", "verifiers", "drafters", "caches", "trusted_drafters")
@@ -24,8 +24,8 @@ def test_peers_are_listed_with_commas_and_compared_in_one_spelling(monkeypatch: 
 
 def test_the_kit_is_a_peer_with_the_development_ca_only() -> None:
     """Section 9: nobody is a peer, or trusted, that no operator named; here it is his own disk that holds the keys."""
-    assert compose._plays(Settings(), gateway=True)
-    assert not compose._plays(Settings(certs_dir=Path("certs")), gateway=True)
-    assert not compose._plays(Settings(kit_port=0), gateway=True)
-    assert not compose._plays(Settings(kit_port=8443), gateway=True)  # these are our own names
-    assert not compose._plays(Settings(), gateway=False)
+    assert node._plays(Settings(), gateway=True)
+    assert not node._plays(Settings(certs_dir=Path("certs")), gateway=True)
+    assert not node._plays(Settings(kit_port=0), gateway=True)
+    assert not node._plays(Settings(kit_port=8443), gateway=True)  # these are our own names
+    assert not node._plays(Settings(), gateway=False)

@@ -53,6 +53,7 @@ class PagedDraft:
         self.identity = identity
         self.vocab_size = model.decoder.vocab_size
         self.kv = model if isinstance(model, PagedModel) else None  # its own, as the tiers below the device see it
+        self.borrows = self.kv is None
         self._model = model
         self._seen: dict[SessionId, tuple[Sequence[int], int]] = {}  # admitted sessions' last prefix and length
         self._drafting: set[SessionId] = set()  # sessions of the present call

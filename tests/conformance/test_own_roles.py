@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sdcp_mono import certs, compose
+from sdcp_mono import certs
+from sdcp_mono.compose.serving import run as run_node
 from sdcp_mono.conformance import Finding, Options, examine
 from sdcp_mono.conformance.kit import Verdict
 from sdcp_mono.conformance.main import CHECKS
@@ -32,7 +33,7 @@ def free_ports(count: int) -> list[int]:
 async def serving(settings: Settings) -> AsyncIterator[str]:
     """``sdcp-mono serve`` in this process; answers the URL of its OpenAI API."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = asyncio.create_task(compose._serve(settings, no_progress, ready.set_result))
+    server = asyncio.create_task(run_node(settings, no_progress, ready.set_result))
     await asyncio.wait((server, ready), return_when=asyncio.FIRST_COMPLETED)
     try:
         if server.done():

@@ -77,8 +77,8 @@ class World:
         self.verifier = node._verifier
         self.engine = self.verifier.engine
         self.drafter = node._drafter
-        self.log = node._sqlite
-        self.objects: Any = node._objects
+        self.log = node.storage.log
+        self.objects: Any = node.storage.objects
 
     async def text(self, wish: GenerateRequest) -> tuple[int, ...]:
         """All tokens of a request that must finish."""
@@ -138,7 +138,7 @@ class Kit:
         target = target or toy.ToyTarget(toy.chain(EDGES), CARD)
         nothing: Any = None
         loaded = compose.Loaded(
-            Settings(data_dir=self._path, **settings), nothing, CARD, nothing, target,
+            Settings(data_dir=self._path, **{"kept_logs": 0} | settings), nothing, CARD, nothing, target,
             tuple((draft, instant) for draft in drafts), thread, 0.0,
         )  # fmt: skip
         async with compose.Node(loaded, CollectorRegistry()) as node:

@@ -1,0 +1,73 @@
+"""What the command line starts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from sdcp_mono.compose.models import Loaded, Progress, load
+from sdcp_mono.compose.node import Node
+from sdcp_mono.frontend import terminal
+from sdcp_mono.frontend.app import FrontEnd
+from sdcp_mono.frontend.settings import FrontendSettings
+from sdcp_mono.settings import Settings
+from sdcp_mono.telemetry.http import HttpMetrics
+
+
+async def generate(loaded: Loaded, wish: terminal.Wish, view: terminal.View) -> terminal.Result:
+    """``sdcp-mono generate``."""
+    async with Node(loaded, CollectorRegistry()) as node:
+        return await terminal.generate(node.serving, loaded.tokenizer, wish, view, loaded.seconds)
+
+
+def serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) -> None:
+    """``sdcp-mono serve``: answers from the start, and is ready when the model is loaded. Returns when told to stop."""
+    asyncio.run(run(settings, progress, ready))
+
+
+class _Server(uvicorn.Server):
+    """Ends with exit code 0 when it is told to stop; uvicorn itself would raise the signal once more."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Finish what is running; asked a second time, don't."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def run(settings: Settings, progress: Progress, ready: Callable[[str], None]) -> None:
+    registry = CollectorRegistry()
+    app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_config=None, log_level="warning", access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=30,  # a stream that is still running then is cut
+    )  # fmt: skip
+    server = _Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    serving = asyncio.create_task(server.serve())
+    loading = asyncio.create_task(asyncio.to_thread(load, settings, progress))
+    await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():  # the port is taken, or we were told to stop while loading
+        await serving
+        await asyncio.gather(loading, return_exceptions=True)
+        return
+    try:
+        loaded = loading.result()
+        async with Node(loaded, registry, gateway=settings.gateway) as node:
+            app.attach(node.serving, loaded.tokenizer)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            ready(f"http://{settings.host}:{port}")
+            await serving
+    finally:
+        server.should_exit = True
+        await serving
