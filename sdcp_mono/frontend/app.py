@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from sdcp_mono.frontend.generation import all_or_none, play, while_connected
 from sdcp_mono.frontend.plan import Plan, Planner
 from sdcp_mono.frontend.requests import CommonRequest, parse_chat, parse_completion
 from sdcp_mono.frontend.responses import ChatReply, CompletionReply, Reply, event
+from sdcp_mono.frontend.resuming import Place, event_id, parse_event_id, resumed
 from sdcp_mono.frontend.settings import FrontendSettings
 from sdcp_mono.frontend.streaming import EventStream
 from sdcp_mono.frontend.tokenizer import Tokenizer, TokenizerThreads
@@ -162,7 +164,8 @@ class Generating(Generic[R]):
         stream = EventStream(send)
         try:
             body = self._parse(await _read_body(Request(scope, receive), self._front.settings))
-            answer = await while_connected(receive, self._answer(body, scope, stream))
+            last_id = Request(scope).headers.get("last-event-id", "")
+            answer = await while_connected(receive, self._answer(body, last_id, scope, stream))
             if answer is not None:
                 await answer(scope, receive, send)
         except (ClientGone, ClientDisconnect):
@@ -176,12 +179,19 @@ class Generating(Generic[R]):
             logger.exception("a request ended with an internal error")
             await stream.fail(_INTERNAL_ERROR, scope, receive)
 
-    async def _answer(self, body: R, scope: Scope, stream: EventStream) -> Response | None:
-        """The whole response, or None if it was streamed."""
+    async def _answer(self, body: R, last_id: str, scope: Scope, stream: EventStream) -> Response | None:
+        """The whole response, or None if it was streamed; what comes after ``last_id`` where the client has one."""
         serving, planner = self._front.backend(body.model, scope)
         plan = await self._plan(planner, body)
+        places: list[Place | None] = [None] * len(plan.requests)
+        if last_id and plan.stream:
+            places = parse_event_id(last_id, len(places))
+            plan = replace(plan, requests=tuple(map(resumed, plan.requests, places)))
         reply = self._reply(plan, serving.card.name, planner.tokenizer)
-        choices = [Choice(planner.tokenizer.incremental(), request.stop, plan.stops) for request in plan.requests]
+        choices = [
+            Choice(planner.tokenizer.incremental(), request.stop, plan.stops, place)
+            for request, place in zip(plan.requests, places, strict=True)
+        ]
         shown = _Streamed(reply, plan, choices, stream) if plan.stream else _Collected(choices)
         await all_or_none(
             play(serving, request, index, choice, shown.show)
@@ -229,7 +239,7 @@ class _Streamed:
         chunk = self._reply.chunk(index, delta)
         if not self._plan.include_usage and all(choice.finished for choice in self._choices):
             chunk |= self._reply.metrics(self._choices)
-        await self._stream.write(event(chunk))
+        await self._stream.write(event(chunk, event_id([choice.place for choice in self._choices])))
 
     async def end(self) -> None:
         last = b""

@@ -8,11 +8,12 @@ so nothing of a stop string shows early by another door.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sdcp_mono.core.messages import Action
 from sdcp_mono.core.ports import Chunk, TokenInfo
+from sdcp_mono.frontend.resuming import Place
 from sdcp_mono.frontend.speculation import SpeculationTally
 from sdcp_mono.frontend.stops import StopFinder
 from sdcp_mono.frontend.tokenizer import TextDecoder
@@ -41,14 +42,23 @@ class Delta:
 
 
 class Choice:
-    """Assembles one choice; ``stop_ids`` end it without text, ``stops`` are stop strings."""
+    """Assembles one choice; ``stop_ids`` end it without text, ``stops`` are stop strings.
 
-    def __init__(self, decoder: TextDecoder, stop_ids: Collection[int], stops: tuple[str, ...]) -> None:
+    ``place`` says how much of it the reader has. Assembled from its start, it shows what comes after that place.
+    """
+
+    def __init__(
+        self, decoder: TextDecoder, stop_ids: Collection[int], stops: tuple[str, ...], place: Place | None = None
+    ) -> None:
         self._decoder = decoder
         self._stop_ids = frozenset(stop_ids)
         self._stops = StopFinder(stops)
         self._decoded = 0  # characters
         self._waiting: list[OutToken] = []
+        self.place = place
+        self._known_tokens = 0 if place is None else place.tokens
+        self._known_characters = 0 if place is None else place.characters
+        self._characters = 0  # of the text that was shown, or is known
         self.speculation = SpeculationTally()
         self.completion_tokens = 0
         self.finished = False
@@ -68,7 +78,26 @@ class Choice:
             return None
         self.finished = finish is not None
         tokens = self._release_tokens()
+        before, self._characters = self._characters, self._characters + len(text)
+        text = text[max(self._known_characters - before, 0) :]
+        tokens = tokens[max(self._known_tokens - (self.completion_tokens - len(tokens)), 0) :]
+        if finish is None and not text and not tokens:
+            return None  # the reader has it
+        self._moved(chunk.epoch)
         return Delta(text, tokens, finish, chunk.error if finish == "error" else "")
+
+    def begins(self, session: bytes, log: str) -> None:
+        """It is read from this session from now on."""
+        self.place = Place(session, log, 0, self._known_tokens, self._known_characters)
+
+    def _moved(self, epoch: int) -> None:
+        if self.place is not None:
+            self.place = replace(
+                self.place,
+                epoch=epoch,
+                tokens=max(self.completion_tokens, self._known_tokens),
+                characters=max(self._characters, self._known_characters),
+            )
 
     def _take_tokens(self, chunk: Chunk) -> tuple[str, FinishReason | None]:
         infos: list[TokenInfo | None] = [info for one in chunk.rounds for info in one.tokens]

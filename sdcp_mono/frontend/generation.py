@@ -79,6 +79,7 @@ async def play(
     Raises ``ApiError`` if the generation failed, after showing the delta that says so.
     """
     async with admitted(serving, request) as generation:
+        choice.begins(generation.session, generation.log)
         async for chunk in generation.chunks():
             delta = choice.feed(chunk)
             if delta is not None:

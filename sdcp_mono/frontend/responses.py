@@ -24,9 +24,10 @@ DONE: Final = b"data: [DONE]\n\n"
 _LOGPROB_FLOOR = -9999.0  # JSON has no -Infinity; OpenAI's value for "never"
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: dict[str, Any], event_id: str = "") -> bytes:
     """One server-sent event; JSON has no raw line breaks, so one line is enough."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    head = f"id: {event_id}\n".encode() if event_id else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class Reply:

@@ -114,6 +114,7 @@ Script = Callable[[GenerateRequest], AsyncIterator[Chunk]]
 class PlayedGeneration:
     def __init__(self, serving: PlayedServing, request: GenerateRequest, number: int) -> None:
         self.session = request.session or number.to_bytes(16, "big")
+        self.log = request.resume or "ab" * 16
         self._serving = serving
         self._request = request
         self._number = number

@@ -21,12 +21,16 @@ def events(answer: Any) -> list[dict[str, Any]]:
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *chunks, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    return [json.loads(chunk.partition("data: ")[2]) for chunk in chunks]
 
 
 def fixed(text: str) -> str:
-    """Id and time replaced by fixed ones."""
+    """Ids and time replaced by fixed ones."""
+    text = re.sub(r"\nid: [0-9a-f]{32}\.", "\nid: S.", "\n" + text)[1:]
     return re.sub(r'"created":\d+', '"created":0', re.sub(r"(cmpl-)[0-9a-f]{32}", r"\1X", text))
+
+
+LOG = "ab" * 16  # of every generation that the server plays
 
 
 # The chain in rounds of 5, 5, 5 and 2 tokens (EOS is the 17th).
@@ -74,8 +78,10 @@ def test_streamed_completion_bytes(server: Any) -> None:
         '"acceptance_histogram":[0,0,0,0,2],"num_spec_steps":2,"num_accepted_draft_tokens":8,"num_draft_tokens":8}}'
     )
     assert fixed(answer.text) == (
-        head
+        f"id: S.{LOG}.1.5.5\n"
+        + head
         + '"text":"abcde","logprobs":null,"finish_reason":null}]}\n\n'
+        + f"id: S.{LOG}.1.7.7\n"
         + head
         + '"text":"fg","logprobs":null,"finish_reason":"length"}],'
         + metrics
@@ -90,8 +96,8 @@ def test_streamed_chat_bytes_with_usage(server: Any) -> None:
     assert lines[:3] == [
         head
         + '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}',
-        head + '{"index":0,"delta":{"content":"abcde"},"logprobs":null,"finish_reason":null}],"usage":null}',
-        head + '{"index":0,"delta":{"content":"fg"},"logprobs":null,"finish_reason":"length"}],"usage":null}',
+        f"id: S.{LOG}.1.5.5\n" + head + '{"index":0,"delta":{"content":"abcde"},"logprobs":null,"finish_reason":null}],"usage":null}',
+        f"id: S.{LOG}.1.7.7\n" + head + '{"index":0,"delta":{"content":"fg"},"logprobs":null,"finish_reason":"length"}],"usage":null}',
     ]
     assert lines[3].startswith(
         head
