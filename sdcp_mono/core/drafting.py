@@ -6,7 +6,7 @@ what it knows of the committed prefix is still true.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 from typing import Final
 
@@ -53,7 +53,7 @@ class Next(Enum):
     STOP = auto()  # drop the session; only a new assignment restarts it
 
 
-def check_assignment(assignment: Assignment, base: str, model: bytes, trusted_verifiers: frozenset[str]) -> None:
+def check_assignment(assignment: Assignment, base: str, model: bytes, verifiers: Container[str]) -> None:
     """What a drafter refuses (AMB-085). The contract's shape was checked when the message was decoded."""
     contracts.validate(assignment.contract)
     permitted = assignment.contract.drafters
@@ -61,7 +61,7 @@ def check_assignment(assignment: Assignment, base: str, model: bytes, trusted_ve
         raise BadContract("drafters: this drafter's model is not permitted")
     if assignment.drafter != base:
         raise BadContract("drafter: the assignment names another drafter")
-    if trusted_verifiers and assignment.verifier not in trusted_verifiers:  # AMB-045
+    if assignment.verifier not in verifiers:  # AMB-045
         raise BadContract("verifier: not one this drafter works with")
 
 

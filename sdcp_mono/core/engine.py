@@ -7,7 +7,7 @@ Time and load come in as a ``Moment``.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import count
 from typing import Final
 
@@ -70,7 +70,7 @@ class Opening(Struct, frozen=True):
 class Engine:
     """The verifier's rules over all its sessions. ``trusted``: base URIs of drafters rule 2 may use (section 9)."""
 
-    def __init__(self, card: ModelCard, limits: Limits | None = None, trusted: frozenset[str] = frozenset()) -> None:
+    def __init__(self, card: ModelCard, limits: Limits | None = None, trusted: Container[str] = frozenset()) -> None:
         self.card = card
         self.limits = limits or Limits()
         self.trusted = trusted

@@ -11,7 +11,7 @@ the step that asked for it, so a late one changes nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from typing import Final
 
@@ -120,7 +120,7 @@ class Router:
         self,
         *,
         models: dict[str, tuple[bytes, ...]] | None = None,
-        trusted: frozenset[str] = frozenset(),
+        trusted: Container[str] = frozenset(),
         prefer: Callable[[Candidate], tuple[int | str, ...]] = prefer_idle,
         patience_ms: int | None = None,
     ) -> None:

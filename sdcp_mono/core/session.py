@@ -6,7 +6,7 @@ At most one round is in flight. A call that meets it waits behind it: an identic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
 from msgspec import UNSET, structs
@@ -85,7 +85,7 @@ class Session:
         *,
         at: Moment,
         vocab_size: int,
-        trusted: frozenset[str],
+        trusted: Container[str],
         log_length: int,
         tickets: Iterator[Ticket],
     ) -> None:

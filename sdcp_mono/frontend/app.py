@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -39,6 +39,8 @@ from sdcp_mono.frontend.tokenizer import Tokenizer, TokenizerThreads
 logger = logging.getLogger("sdcp_mono.frontend")
 
 R = TypeVar("R", bound=CommonRequest)
+CacheReport = Callable[[bool], Awaitable[dict[str, Any]]]
+"""Plain data about the cache; True: check the logs too."""
 
 
 def create_app(
@@ -63,6 +65,7 @@ class FrontEnd(Starlette):
         self._threads = TokenizerThreads(settings.tokenizer_threads, settings.tokenizer_queue)
         self._serving: Serving | None = None
         self._planner: Planner | None = None
+        self._cache: CacheReport | None = None
         completion = Generating(self, parse_completion, Planner.completion, CompletionReply)
         chat = Generating(self, parse_chat, Planner.chat, ChatReply)
         super().__init__(
@@ -73,6 +76,7 @@ class FrontEnd(Starlette):
                 Route("/v1/models/{model:path}", self._show_model),
                 Route("/health", self._health),
                 Route("/health/live", self._live),
+                Route("/cache", self._show_cache),
                 Route("/metrics", self._show_metrics),
             ],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
@@ -83,9 +87,10 @@ class FrontEnd(Starlette):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._boundary(scope, receive, send)
 
-    def attach(self, serving: Serving, tokenizer: Tokenizer) -> None:
-        """The model is loaded: be ready."""
+    def attach(self, serving: Serving, tokenizer: Tokenizer, cache: CacheReport | None = None) -> None:
+        """The model is loaded: be ready. ``cache`` tells what the tiers and the log hold, for ``cache stat``."""
         self._serving = serving
+        self._cache = cache
         self._planner = Planner(serving.card, tokenizer, self._threads, self.settings)
 
     def close(self) -> None:
@@ -139,6 +144,12 @@ class FrontEnd(Starlette):
     async def _live(self, _: Request) -> Response:
         """Liveness: the event loop answers."""
         return _json({"status": "ok"})
+
+    async def _show_cache(self, request: Request) -> Response:
+        """Tiers, objects and logs as they are now; ``?check=1`` also reads every log to its end."""
+        if self._cache is None:
+            return _json({"status": "loading" if self._serving is None else "there is no cache here"}, 503)
+        return _json(await self._cache(request.query_params.get("check") == "1"))
 
     async def _show_metrics(self, _: Request) -> Response:
         text, content_type = self._metrics.exposition()

@@ -97,6 +97,7 @@ class Drafter:
         self._verify_seconds = verify_seconds  # of a pass by its rows, where the verifier is near enough to ask
         self._rounds = CostTable()  # otherwise measured: from proposal to verdict by M + 1
         self._ratio = Acceptance()
+        self._draining = False
         self._status = self._make_status()
         self._tasks = Tasks()
 
@@ -114,6 +115,14 @@ class Drafter:
             if source.batcher is not None:
                 await source.batcher.stop()
 
+    async def drain(self, seconds: float) -> None:
+        """Take no new sessions and leave the present ones to others, within ``seconds``: reports expire at once."""
+        self._draining = True
+        deadline = time.monotonic() + seconds
+        while self._work and time.monotonic() < deadline:
+            await self._report()
+            await asyncio.sleep(STATUS_TTL_MS / 30_000)
+
     @property
     def sessions(self) -> int:
         return len(self._work)
@@ -125,7 +134,7 @@ class Drafter:
             load=min(100, 100 * len(self._work) // MAX_SESSIONS),
             queue=0,
             accept_milli=self._ratio.accept_milli,
-            ttl_ms=STATUS_TTL_MS,
+            ttl_ms=1 if self._draining else STATUS_TTL_MS,
             base=self.base,
             models=tuple(source.model.identity for source in self._sources),
         )
@@ -137,9 +146,11 @@ class Drafter:
     # ---- DrafterPort -----------------------------------------------------------------------------
 
     async def assign(self, assignment: Assignment) -> None:
+        if self._draining:
+            raise Unavailable("the drafter is about to stop", retry_after_ms=1000)
         # One role may draft with several models; the contract has to permit every one of them.
         for source in self._sources:
-            check_assignment(assignment, self.base, source.model.identity, frozenset(self._verifiers))
+            check_assignment(assignment, self.base, source.model.identity, self._verifiers)
         prompt = assignment.prompt
         if not isinstance(prompt, tuple):
             prompt = await self._tokens(prompt, _scope(assignment))

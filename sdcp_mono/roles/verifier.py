@@ -115,6 +115,7 @@ class Verifier:
         self._scores: dict[SessionId, asyncio.Task[None]] = {}
         self._appends: list[Append] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._draining = False
         self._tasks = Tasks()
 
     # ---- life ------------------------------------------------------------------------------------
@@ -131,6 +132,17 @@ class Verifier:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the verifier is stopping"))
 
+    async def drain(self, seconds: float) -> None:
+        """Take no new sessions and hand the present ones over, within ``seconds``: a report that expires at once.
+
+        The router then fences their logs and opens them elsewhere; what has no other verifier finishes here.
+        """
+        self._draining = True
+        deadline = time.monotonic() + seconds
+        while any(not s.over for s in self.engine.sessions.values()) and time.monotonic() < deadline:
+            await self._report()
+            await asyncio.sleep(TICK_SECONDS)
+
     def moment(self) -> Moment:
         return Moment(ms=time.monotonic_ns() // 1_000_000, load=self.load())
 
@@ -145,6 +157,8 @@ class Verifier:
         replay = self.engine.check_open(opening)
         if replay is not None:
             return replay
+        if self._draining:
+            raise Unavailable("the verifier is about to stop", retry_after_ms=1000)
         if opening.session in self._opening:  # its answer is a replay for this caller, once it is there
             raise Unavailable("session: it is being opened", retry_after_ms=100)
         self._opening.add(opening.session)
@@ -366,7 +380,7 @@ class Verifier:
                 role=int(Role.VERIFIER),
                 load=self.load(),
                 queue=self._batcher.queue,
-                ttl_ms=STATUS_TTL_MS,
+                ttl_ms=1 if self._draining else STATUS_TTL_MS,
                 models=(card.target,),
                 tokenizer=card.tokenizer,
                 base=self.base,
