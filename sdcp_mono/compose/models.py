@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from msgspec import structs
 
-from sdcp_mono.core.ports import DraftModel, HoldsKv, ModelCard, TargetModel
+from sdcp_mono.core.kv import HoldsKv
+from sdcp_mono.core.ports import DraftModel, ModelCard, TargetModel
 from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.models.identity import ModelFolder
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
-from sdcp_mono.settings import Settings
+from sdcp_mono.settings import DrafterSettings, DraftSettings, ModelSettings, Settings
 
 Progress = Callable[[str, int, int], None]
 
@@ -27,7 +28,7 @@ SWITCH_SECONDS: Final = 0.0005  # a busy Python thread otherwise adds 5 ms to ev
 class Loaded:
     """Models in memory, owned by ``thread``; what a node is made of. ``instant`` drafters run on the event loop."""
 
-    settings: Settings
+    settings: Any  # that it was loaded with: Settings, or a role's
     folder: ModelFolder
     card: ModelCard
     tokenizer: Tokenizer
@@ -40,20 +41,57 @@ class Loaded:
     borrows: frozenset[str] = frozenset()  # drafters that read the target's
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedDrafters:
+    """Draft models of a drafter that is a process of its own."""
+
+    card: ModelCard  # of the target they draft for
+    drafts: tuple[tuple[DraftModel, bool], ...]
+    thread: ThreadPoolExecutor
+    kv: Mapping[str, HoldsKv]
+
+
 def load(settings: Settings, progress: Progress) -> Loaded:
-    """Fetch, convert and load the models; raises ``ModelError`` or ``ValueError`` with what to do next."""
+    """Fetch, convert and load target and drafters; raises ``ModelError`` or ``ValueError`` with what to do next."""
+    return _load(settings, progress, settings)
+
+
+def load_target(settings: ModelSettings, progress: Progress) -> Loaded:
+    """The target alone."""
+    return _load(settings, progress, None)
+
+
+def load_drafters(settings: DrafterSettings, progress: Progress) -> LoadedDrafters:
+    """The drafters alone, each with KV of its own."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="models")
+
+    def work() -> tuple[tuple[DraftModel, bool], ...]:
+        return tuple(_load_drafts(settings, settings, folder, folder.card, None, Tokenizer(folder.path), progress))
+
+    drafts = thread.submit(work).result()
+    return LoadedDrafters(folder.card, drafts, thread, _kv_of([(draft.name, draft) for draft, _ in drafts]))
+
+
+def _load(settings: Settings | ModelSettings, progress: Progress, drafting: Settings | None) -> Loaded:
     started = time.perf_counter()
     sys.setswitchinterval(SWITCH_SECONDS)
     folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
     thread = ThreadPoolExecutor(1, thread_name_prefix="models")
     tokenizer = Tokenizer(folder.path)
-    target, drafts = thread.submit(_load_models, settings, folder, tokenizer, progress).result()
+    target, drafts = thread.submit(_load_models, settings, drafting, folder, tokenizer, progress).result()
     costs = thread.submit(_measure, target, drafts).result()
     named: list[tuple[str, Any]] = [("target", target), *((draft.name, draft) for draft, _ in drafts)]
-    kv = {name: model.kv for name, model in named if getattr(model, "kv", None) is not None}
     borrows = frozenset(name for name, model in named if getattr(model, "borrows", False))
     seconds = time.perf_counter() - started
-    return Loaded(settings, folder, target.card, tokenizer, target, drafts, thread, seconds, costs, kv, borrows)
+    return Loaded(
+        settings, folder, target.card, tokenizer, target, drafts, thread, seconds, costs, _kv_of(named), borrows
+    )
+
+
+def _kv_of(named: Sequence[tuple[str, Any]]) -> dict[str, HoldsKv]:
+    return {name: model.kv for name, model in named if getattr(model, "kv", None) is not None}
 
 
 def _measure(target: TargetModel, drafts: tuple[tuple[DraftModel, bool], ...]) -> dict[str, CostTable]:
@@ -66,7 +104,7 @@ def _measure(target: TargetModel, drafts: tuple[tuple[DraftModel, bool], ...]) -
 
 
 def _load_models(
-    settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, progress: Progress
+    settings: ModelSettings, drafting: Settings | None, folder: ModelFolder, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[TargetModel, tuple[tuple[DraftModel, bool], ...]]:
     """On the thread that owns them from now on. Imports torch, which a router never needs."""
     from sdcp_mono.runners.blocks import BLOCK_SIZE
@@ -83,13 +121,26 @@ def _load_models(
     identity = card.target + settings.dtype.encode()  # KV of other weights or another dtype is other KV
     blocks = settings.kv_memory_mb * 2**20 // (BLOCK_SIZE * decoder.kv_bytes_per_token)
     paged = PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget)
-    return TargetRunner(card, paged), tuple(_load_drafts(settings, folder, card, paged, tokenizer, progress))
+    if drafting is None:
+        return TargetRunner(card, paged), ()
+    lender = paged if drafting.share_kv else None
+    drafts = tuple(_load_drafts(settings, drafting, folder, card, lender, tokenizer, progress))
+    return TargetRunner(card, paged), drafts
 
 
 def _load_drafts(
-    settings: Settings, folder: ModelFolder, card: ModelCard, target: Any, tokenizer: Tokenizer, progress: Progress
+    settings: ModelSettings,
+    drafting: DraftSettings,
+    folder: ModelFolder,
+    card: ModelCard,
+    lender: Any,
+    tokenizer: Tokenizer,
+    progress: Progress,
 ) -> Iterator[tuple[DraftModel, bool]]:
-    """The drafters in the order in which they are asked, with whether they are instant."""
+    """The drafters in the order in which they are asked, with whether they are instant.
+
+    ``lender``: the target whose KV a drafter may read, None where it isn't in this process.
+    """
     from sdcp_mono.drafters import parse
     from sdcp_mono.drafters.detached import check_vocabulary, load_detached
     from sdcp_mono.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDraft
@@ -97,7 +148,7 @@ def _load_drafts(
     from sdcp_mono.kernels import native
 
     # Without the compiled kernels an int4 pass isn't faster than the target's, so n-gram alone is the best default.
-    specs = settings.draft or (("ngram", "quantized") if native.available() else ("ngram",))
+    specs = drafting.draft or (("ngram", "quantized") if native.available() else ("ngram",))
     kv_bytes = settings.kv_memory_mb * 2**20
     for spec, draft in [(spec, parse(spec)) for spec in specs]:  # a wrong one is told before any is loaded
 
@@ -106,8 +157,8 @@ def _load_drafts(
 
         if draft.kind == "ngram":
             yield NgramDraft(card.vocab_size, min_match=MIN_MATCH if len(specs) == 1 else MIN_MATCH_BESIDE_MODEL), True
-        elif draft.kind == "quantized" and settings.share_kv and can_share(target, settings.dtype):
-            yield load_beside(target, folder.path, card.target, threads=settings.threads, progress=show), False
+        elif draft.kind == "quantized" and lender is not None and can_share(lender, settings.dtype):
+            yield load_beside(lender, folder.path, card.target, threads=settings.threads, progress=show), False
         elif draft.kind == "quantized":
             yield load_quantized(
                 folder.path, card.target, kv_bytes=kv_bytes, token_budget=settings.token_budget,

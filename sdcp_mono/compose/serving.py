@@ -30,7 +30,7 @@ def serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) 
     asyncio.run(run(settings, progress, ready))
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Ends with exit code 0 when it is told to stop; uvicorn itself would raise the signal once more."""
 
     @contextmanager
@@ -51,7 +51,7 @@ async def run(settings: Settings, progress: Progress, ready: Callable[[str], Non
         lifespan="on",
         timeout_graceful_shutdown=30,  # a stream that is still running then is cut
     )  # fmt: skip
-    server = _Server(config)
+    server = Server(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     serving = asyncio.create_task(server.serve())

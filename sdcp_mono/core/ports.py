@@ -6,7 +6,7 @@ Models are called on the one thread that owns them, hence plain methods; everyth
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -114,29 +114,6 @@ class PassCost(Struct, frozen=True):
     rows: int
     requests: int
     seconds: float
-
-
-class HoldsKv(Protocol):
-    """A model's KV on its device, as the tiers below see it; methods run on the thread that owns the model.
-
-    ``tiers``, once set, are offered every block that may be reused.
-    """
-
-    tiers: KvTiers | None
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of one KV block."""
-
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def kv_dtype(self) -> str: ...
-    def missing(self, session: SessionId, tokens: Sequence[int], scope: bytes | None) -> Sequence[bytes]:
-        """Keys of the full blocks of ``tokens`` that the device lacks, after those it has, which the session takes."""
-
-    def adopt(self, session: SessionId, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Take over the leading ones of the missing blocks; how many were of use."""
 
 
 class TargetModel(Protocol):
@@ -423,34 +400,6 @@ class Got(Struct, frozen=True):
 
     status: Literal["ok", "missing", "failed"]
     value: bytes | ByteSource | None = None
-
-
-class KvLoad(Protocol):
-    """KV blocks in host memory, checked, and pinned until ``close`` (which may be called again)."""
-
-    @property
-    def blocks(self) -> Sequence[memoryview]: ...
-    def close(self) -> None: ...
-
-
-class KvTiers(Protocol):
-    """The tiers below the device, for the KV blocks of one model (design, section 5). Safe from any thread.
-
-    A block is named by its key (32 bytes, the hash chain of ``runners/blocks.py``) within a scope. Nothing here raises:
-    what can't be stored, found or read in time is a miss.
-    """
-
-    def offer(self, key: bytes, scope: bytes | None, data: memoryview, done: Callable[[], None]) -> bool:
-        """Copy a block soon. ``done`` is called once, from any thread, when ``data`` is not read any more.
-
-        False: not taken (it is there already, or too many wait); then ``done`` is not called.
-        """
-
-    def predict(self, keys: Sequence[bytes], scope: bytes | None) -> tuple[int, float]:
-        """How many of the leading blocks could be loaded, and in how many seconds."""
-
-    async def load(self, keys: Sequence[bytes], scope: bytes | None, seconds: float) -> KvLoad:
-        """The leading blocks that are there whole within ``seconds``."""
 
 
 class GenerateRequest(Struct, frozen=True):

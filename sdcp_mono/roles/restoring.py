@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from sdcp_mono.core.kv import HoldsKv, KvTiers
 from sdcp_mono.core.messages import SessionId
-from sdcp_mono.core.ports import HoldsKv, KvTiers
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from sdcp_mono.runners.decoder import Decoder, RaggedBatch
-from sdcp_mono.runners.paged import Feed, PagedModel, Totals, finite_rows
+from sdcp_mono.runners.paged import Feed, PagedModel, Totals
+from sdcp_mono.runners.sampling import finite_rows
 
 MAX_BEHIND: Final = 64  # rows a draft may have to feed before it; more are the target's to read
 

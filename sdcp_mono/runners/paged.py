@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from sdcp_mono.core.ports import KvTiers
+from sdcp_mono.core.kv import KvTiers, KvUsage
 from sdcp_mono.runners.blocks import BLOCK_SIZE, BlockPool, next_key, root_key
 from sdcp_mono.runners.decoder import Decoder, Ints, RaggedBatch
+from sdcp_mono.runners.sampling import finite_rows
 
 PROMPT_SHARE = 8
 """One part in this many of the token budget is kept for prompts, so that decoding sessions can't starve them."""
@@ -207,6 +207,18 @@ class PagedModel:
     @property
     def kv_dtype(self) -> str:
         return str(self.decoder.kv_dtype).removeprefix("torch.")
+
+    @property
+    def usage(self) -> KvUsage:
+        pool, totals = self.pool, self.totals
+        return KvUsage(
+            total=pool.total,
+            used=pool.used,
+            cached=pool.cached,
+            asked_tokens=totals.cached_tokens + totals.prefill_rows,
+            found_tokens=totals.cached_tokens - totals.restored_tokens,
+            restored_tokens=totals.restored_tokens,
+        )
 
     def missing(self, session: bytes, tokens: Sequence[int], scope: bytes | None) -> list[bytes]:
         """Keys of the full blocks of ``tokens`` that have to be computed or loaded, in order.
@@ -482,15 +494,6 @@ class PagedModel:
     def _unpin(self) -> None:
         while self._copied:
             self.pool.drop([self._copied.popleft()])
-
-
-def finite_rows(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
-    """Which rows of (R, V) logits hold neither NaN nor an infinity."""
-    if logits.device.type == "cpu":  # numpy's reductions are an order of magnitude faster than torch's here
-        values = logits.numpy()
-        return np.asarray(np.isfinite(values.max(-1)) & np.isfinite(values.min(-1)))
-    low, high = torch.aminmax(logits, dim=-1)
-    return np.asarray((torch.isfinite(low) & torch.isfinite(high)).cpu().numpy())
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -146,3 +146,12 @@ def _at_least(row: Row, threshold: Any, count: int) -> Ids:
         surplus = ids[tied][count - int((~tied).sum()) :]
         ids = ids[~np.isin(ids, surplus)]
     return ids
+
+
+def finite_rows(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows of (R, V) logits hold neither NaN nor an infinity."""
+    if logits.device.type == "cpu":  # numpy's reductions are an order of magnitude faster than torch's here
+        values = logits.numpy()
+        return np.asarray(np.isfinite(values.max(-1)) & np.isfinite(values.min(-1)))
+    low, high = torch.aminmax(logits, dim=-1)
+    return np.asarray((torch.isfinite(low) & torch.isfinite(high)).cpu().numpy())

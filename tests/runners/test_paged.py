@@ -15,7 +15,8 @@ from sdcp_mono.kernels import native
 from sdcp_mono.runners.decoder import Decoder, RaggedBatch
 from sdcp_mono.runners.fused import FusedDecoder
 from sdcp_mono.runners.hf import HfDecoder
-from sdcp_mono.runners.paged import Feed, PagedModel, finite_rows
+from sdcp_mono.runners.paged import Feed, PagedModel
+from sdcp_mono.runners.sampling import finite_rows
 
 Reference = Callable[[list[int]], torch.Tensor]
 

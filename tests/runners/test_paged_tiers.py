@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdcp_mono.core.ports import KvLoad
+from sdcp_mono.core.kv import KvLoad
 from sdcp_mono.kernels import native
 from sdcp_mono.runners.decoder import Decoder
 from sdcp_mono.runners.fused import FusedDecoder
