@@ -33,6 +33,8 @@ models = typer.Typer(help="Fetch, convert and identify models.", no_args_is_help
 app.add_typer(models, name="model")
 certificates = typer.Typer(help="Certificates for development.", no_args_is_help=True)
 app.add_typer(certificates, name="certs")
+caches = typer.Typer(help="Look into the tiers and the commit log.", no_args_is_help=True)
+app.add_typer(caches, name="cache")
 out = Console()
 err = Console(stderr=True)
 
@@ -201,6 +203,80 @@ def conformance_(
         only=tuple(only or ()), as_json=as_json, junit=junit,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+UrlOption = Annotated[str | None, typer.Option(help="A running server; none: the one that settings name.")]
+
+
+@caches.command("stat")
+def cache_stat(url: UrlOption = None, data: DataOption = None, as_json: JsonOption = False) -> None:
+    """What each tier of a running server holds, how often it was of use, and how many logs there are.
+
+    Without a running server: what lies in the data folder.
+    """
+    from sdcp_mono.cache.inspecting import folder_report
+    from sdcp_mono.frontend import cache_view
+
+    settings = _settings(data_dir=data)
+    with _failures():
+        report = cache_view.ask(url or f"http://{settings.host}:{settings.port}")
+        if report is None:
+            if url:
+                raise ValueError(f"{url} doesn't answer; start it with: sdcp-mono serve")
+            report = folder_report(settings.data_dir)
+        if as_json:
+            out.print_json(json.dumps(report))
+        else:
+            cache_view.show_report(out, report)
+
+
+@caches.command("ls")
+def cache_ls(
+    data: DataOption = None,
+    limit: Annotated[int, typer.Option(help="Lines of the table; --json has all.")] = 40,
+    as_json: JsonOption = False,
+) -> None:
+    """What the disk tier of a data folder holds; a server may be using it."""
+    from sdcp_mono.cache.inspecting import entries
+    from sdcp_mono.frontend import cache_view
+
+    settings = _settings(data_dir=data)
+    with _failures():
+        found = [entry for entry in entries(settings.data_dir) if entry["state"] != "free"]
+        if as_json:
+            out.print_json(json.dumps(found))
+        else:
+            cache_view.show_objects(out, found, limit)
+
+
+@caches.command("fsck")
+def cache_fsck(url: UrlOption = None, data: DataOption = None, as_json: JsonOption = False) -> None:
+    """Read everything in the disk tier and every commit log, and say what is damaged; exit code 1 if anything is.
+
+    Nothing is changed. A log that a running server has open is read by that server.
+    """
+    from sdcp_mono.cache.inspecting import check_log, entries
+    from sdcp_mono.frontend import cache_view
+
+    settings = _settings(data_dir=data)
+    with _failures():
+        live = cache_view.ask(url or f"http://{settings.host}:{settings.port}", check=True)
+        with _progress(settings) as progress:
+            found = list(entries(settings.data_dir, payload=True, progress=progress))
+        logs = live["logs"] if live is not None else asyncio.run(check_log(settings.data_dir))
+    bad = [entry for entry in found if entry["state"] == "damaged"]
+    states = cache_view.counted(found)
+    result = {"objects": states, "damaged": bad, "logs": logs}
+    if as_json:
+        out.print_json(json.dumps(result))
+    else:
+        for entry in bad:
+            out.print(f"[red]damaged[/] {entry['where']}: {entry['detail']}")
+        for problem in logs.get("damaged", ()):
+            out.print(f"[red]damaged[/] {problem}")
+        out.print("objects: " + (", ".join(f"{n:,} {state}" for state, n in states.items()) or "none"))
+        out.print(f"logs: {logs['logs']:,} with {logs['records']:,} records")
+    raise typer.Exit(1 if bad or logs.get("damaged") else 0)
 
 
 @app.command()

@@ -49,7 +49,15 @@ class Common(BaseSettings):
         return init_settings, env_settings, dotenv_settings, TomlConfigSettingsSource(settings_cls)
 
 
-class ModelSettings(Common):
+class TierSettings(Common):
+    """The tiers below the device."""
+
+    kv_host_mb: int = Field(512, ge=0, description="Host tier: KV of prefixes, kept beside the device's; 0: no tiers.")
+    kv_disk_mb: int = Field(2048, ge=0, description="Disk tier, under the data folder, survives restarts; 0: none.")
+    kv_disk_floor_mb: int = Field(1024, ge=0, description="Free space that the disk tier leaves on its file system.")
+
+
+class ModelSettings(TierSettings):
     """A model and its KV cache: the target, and what drafters are made of."""
 
     model: str | None = Field(
@@ -61,9 +69,6 @@ class ModelSettings(Common):
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the kernels; 0: one a core this process may use.")
     kv_memory_mb: int = Field(1024, ge=1, description="Memory of the target's KV cache, and of each draft model's.")
-    kv_host_mb: int = Field(512, ge=0, description="Host tier: KV of prefixes that the cache above let go; 0: none.")
-    kv_disk_mb: int = Field(2048, ge=0, description="Disk tier, under the data folder, survives restarts; 0: none.")
-    kv_disk_floor_mb: int = Field(1024, ge=0, description="Free space that the disk tier leaves on its file system.")
     token_budget: int = Field(256, ge=16, le=65536, description="Rows of one pass: bounds what others wait for.")
     max_context: int = Field(0, ge=0, description="Context length to serve; 0: the model's.")
     max_sessions: int = Field(32, ge=1, le=4096, description="Sessions at work at once; more wait.")
@@ -99,8 +104,6 @@ class AdmissionSettings(Common):
 class StoreSettings(Common):
     """Where commit logs and objects live."""
 
-    log: str = Field("sqlite", description="Commit logs: sqlite (in the data folder), postgresql://… or s3://bucket/…")
-    objects: str = Field("", description="Shared objects below the disk tier: s3://…, gs://…, az://…; empty: none.")
     objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
     kept_logs: int = Field(1000, ge=0, description="Logs of ended sessions that are kept, to resume and to replay.")
 
@@ -144,60 +147,6 @@ class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings,
     share_kv: bool = Field(
         True, description="Let the quantized drafter read the target's KV instead of keeping its own (one process)."
     )
-
-
-class LinkSettings(Common):
-    """How a role that is a process of its own meets the others: internal gRPC with mutual TLS."""
-
-    base: str = Field(description="Base URI by which others reach this instance; its certificate names it.")
-    listen: str = Field("", description="HOST:PORT to listen on; empty: those of base.")
-    tls_dir: Path | None = Field(None, description="ca.pem, and this instance's pair, as `certs init` makes them.")
-    tls_name: str = Field("", description="File name of the pair without .pem; empty: the role's.")
-    routers: Names = Field((), description="Base URIs of the routers.")
-    verifiers: Names = Field((), description="Base URIs of the verifiers.")
-    drafters: Names = Field((), description="Base URIs of the drafters.")
-    cache: str = Field("", description="Base URI of the cache.")
-    status_host: str = Field("127.0.0.1", description="Address of /health and /metrics.")
-    status_port: int = Field(0, ge=0, le=65535, description="Port of /health and /metrics; 0 lets the system choose.")
-    drain_seconds: float = Field(20.0, ge=0, description="How long sessions may take to move when this role stops.")
-
-    @field_validator("routers", "verifiers", "drafters", mode="before")
-    @classmethod
-    def _split_peers(cls, value: object) -> object:
-        return _names(value)
-
-    @field_validator("base", "cache")
-    @classmethod
-    def _one_base(cls, value: str) -> str:
-        return _bases((value,))[0] if value else value
-
-    @field_validator("routers", "verifiers", "drafters")
-    @classmethod
-    def _all_bases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _bases(value)
-
-
-class RouterSettings(LinkSettings, AdmissionSettings):
-    """``sdcp-mono router``: the OpenAI API, and who works on which session."""
-
-    model: str | None = Field(None, description="The model whose tokenizer and identity it uses; none: the default.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of the verifiers: part of the identity.")
-
-
-class VerifierSettings(LinkSettings, ModelSettings):
-    """``sdcp-mono verifier``: the target model."""
-
-
-class DrafterSettings(LinkSettings, DraftSettings, ModelSettings):
-    """``sdcp-mono drafter``: draft models."""
-
-
-class CacheSettings(LinkSettings, StoreSettings):
-    """``sdcp-mono cache serve``: objects, KV and commit logs."""
-
-    kv_host_mb: int = Field(1024, ge=0, description="Memory for KV that verifiers publish.")
-    kv_disk_mb: int = Field(4096, ge=0, description="Disk for KV that verifiers publish, under the data folder.")
-    kv_disk_floor_mb: int = Field(1024, ge=0, description="Free space that the disk tier leaves on its file system.")
 
 
 def _names(value: object) -> object:

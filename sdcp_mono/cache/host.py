@@ -89,18 +89,22 @@ class HostTier:
             self._rooms.add(room)
             return room
 
-    def pin(self, key: bytes) -> Pin | None:
-        """Hold the object ``key`` as and where it is until the pin is released; None, and a miss, if it isn't here."""
+    def pin(self, key: bytes, *, use: bool = True) -> Pin | None:
+        """Hold the object ``key`` where and as it is until the pin is released; None, and a miss, if it isn't here.
+
+        Without ``use`` it is only looked after: neither hit nor miss, and no more worth keeping than before.
+        """
         with self._lock:
             found = self._objects.get(key)
             if found is None:
-                self._misses += 1
+                self._misses += use
                 return None
-            self._hits += 1
-            self._slru.touch(key)
+            if use:
+                self._hits += 1
+                self._slru.touch(key)
+                found.touches += 1
             self._pinned += 0 if found.pins else found.slot.bytes
             found.pins += 1
-            found.touches += 1
             return Pin(self, found)
 
     def touches(self, key: bytes) -> int:

@@ -35,6 +35,10 @@ class KeptLogs:
             await self.drop(name)
         return len(names)
 
+    async def names(self) -> Sequence[str]:
+        """Every log, kept ones too, in the order of creation."""
+        return await self._logs.names()
+
     async def create(self, log: str) -> None:
         await self._logs.create(log)
 

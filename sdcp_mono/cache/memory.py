@@ -14,14 +14,14 @@ import itertools
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import Struct
 
 from sdcp_mono.core.names import MlcUri
-from sdcp_mono.core.ports import ByteSource, Lease, ObjectMeta
+from sdcp_mono.core.ports import ByteSource, Got, Lease, ObjectMeta
 from sdcp_mono.core.problems import Conflict, TooManyRequests, Unavailable, Unprocessable
 
 SWEEP: Final = 8  # objects inspected per call: more than the one a call can add, so the dead can't pile up
@@ -49,6 +49,7 @@ class _Object:
     size: int
     scope: bytes | None
     expires: float  # seconds on the store's clock; inf without a TTL
+    etag: str
     leases: dict[str, float] = field(default_factory=dict)  # lease id -> seconds on the store's clock
 
 
@@ -97,9 +98,10 @@ class MemoryObjects:
             self._refused += 1
             retry_after_ms = RETRY_MS if size <= self._capacity else None
             raise Unavailable(f"no room for {size} bytes: {self.free_bytes} are free", retry_after_ms=retry_after_ms)
-        self._objects[uri] = _Object(value, size, scope, expires)
+        etag = f'"{next(self._etags)}"'
+        self._objects[uri] = _Object(value, size, scope, expires, etag)
         self._used += size
-        return ObjectMeta(uri=uri, size=size, etag=f'"{next(self._etags)}"')
+        return ObjectMeta(uri=uri, size=size, etag=etag)
 
     async def get(self, uri: str, scope: bytes | None) -> bytes | ByteSource | None:
         """The value, or None where it is missing, expired or another scope's: all three look alike."""
@@ -107,7 +109,25 @@ class MemoryObjects:
         found = self._find(uri)
         return found.value if found is not None and found.scope == scope else None
 
-    async def lease(self, uri: str, ttl_ms: int) -> Lease | None:
+    async def get_range(self, uri: str, scope: bytes | None, start: int, stop: int) -> bytes | None:
+        """Bytes start..stop of the value, fewer at its end; None as ``get``."""
+        value = await self.get(uri, scope)
+        if value is None:
+            return None
+        return (value if isinstance(value, bytes) else value.to_bytes())[max(start, 0) : max(stop, 0)]
+
+    async def get_many(self, uris: Sequence[str], scope: bytes | None) -> Sequence[Got]:
+        """One answer for each, in order; values that are not bytes stay what they are."""
+        values = [await self.get(uri, scope) for uri in uris]
+        return tuple(Got("missing") if value is None else Got("ok", value) for value in values)
+
+    async def head(self, uri: str, scope: bytes | None) -> ObjectMeta | None:
+        """Size and entity tag; None as ``get``."""
+        self._sweep(SWEEP)
+        found = self._find(uri)
+        return ObjectMeta(uri, found.size, found.etag) if found is not None and found.scope == scope else None
+
+    async def lease(self, uri: str, ttl_ms: int, holder: str = "") -> Lease | None:
         """Hold an object for ``ttl_ms``; None if it is missing. Raises ``TooManyRequests`` at 64 live leases."""
         expires = self._deadline(ttl_ms)
         self._sweep(SWEEP)

@@ -14,24 +14,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from sdcp_mono.core.cbor import decode_records, encode_record
+from sdcp_mono.cache.commit_log import RETRY_MS, Call, Inbox, whole_records
+from sdcp_mono.cache.commit_log import CommitLogUnusable as CommitLogUnusable
+from sdcp_mono.core.cbor import encode_record
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
 from sdcp_mono.core.ports import AppendOutcome, LogAppend
-from sdcp_mono.core.problems import Conflict, Malformed, Refusal, Unavailable, UnknownSession
+from sdcp_mono.core.problems import Conflict, Refusal, Unavailable, UnknownSession
 
-INBOX_LIMIT: Final = 1024  # calls that wait; one per session and round, so more means that the disk has stopped
-BATCH_LIMIT: Final = 256  # calls per transaction: what one slow fsync may hold back, and one failure may repeat
-RETRY_MS: Final = 100  # a full inbox or a busy disk is worth asking again after several transactions
 WAL_BYTES: Final = 16 << 20  # the WAL file is cut back to this after a checkpoint; it normally needs 4 MiB
 APPLICATION_ID: Final = 0x53444350  # "SDCP"
 FORMAT: Final = 1
@@ -49,10 +46,6 @@ _SCHEMA: Final = (
 T = TypeVar("T")
 
 
-class CommitLogUnusable(Exception):
-    """The file can't be a commit log here: locked, foreign, damaged, or not writable. One sentence for a person."""
-
-
 class SqliteCommitLog:
     """``core.ports.CommitLog`` in the file ``path``; its directory must exist. Usable from any event loop.
 
@@ -61,9 +54,7 @@ class SqliteCommitLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._inbox: queue.Queue[_Call | None] = queue.Queue(INBOX_LIMIT)
-        self._gate = threading.Lock()  # orders "closed" against put, so that the last item is the closing None
-        self._closed = False
+        self._inbox: Inbox[sqlite3.Connection] = Inbox()
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(path, opened), name="commit-log", daemon=True)
         self._thread.start()
@@ -95,15 +86,12 @@ class SqliteCommitLog:
         return await self._call(lambda connection: _fence(connection, log, epoch, body))
 
     async def read(self, log: str, from_: int = 0) -> Sequence[CommitRecord | FenceRecord]:
-        """The records from sequence number ``from_`` on; none where the log is empty or missing."""
-        bodies = await self._call(lambda connection: _bodies(connection, log, from_))
-        try:
-            records, _ = decode_records(b"".join(bodies))
-        except Malformed as error:
-            raise Unavailable(f"the commit log is damaged: {error}") from error
-        if len(records) != len(bodies):
-            raise Unavailable(f"the commit log is damaged: record {from_ + len(records)} is torn")
-        return records
+        """The records from sequence number ``from_`` on; none where the log is empty or missing.
+
+        Raises ``Unavailable`` if one of them is damaged or gone.
+        """
+        length, bodies = await self._call(lambda connection: _bodies(connection, log, from_))
+        return whole_records(bodies, from_, length)
 
     async def drop(self, log: str) -> None:
         """Forget a log and its records; later appends to it are ``fenced``."""
@@ -115,10 +103,7 @@ class SqliteCommitLog:
 
     def close(self) -> None:
         """Answer what was accepted, then close the file and release its lock. May be called again; blocks."""
-        with self._gate:
-            first, self._closed = not self._closed, True
-        if first:
-            self._inbox.put(None)
+        self._inbox.close()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -128,15 +113,7 @@ class SqliteCommitLog:
         self.close()
 
     async def _call(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        done: Future[T] = Future()
-        with self._gate:
-            if self._closed:
-                raise Unavailable("the commit log is closed")
-            try:
-                self._inbox.put_nowait(_Call(operation, done))
-            except queue.Full:
-                raise Unavailable("the commit log's inbox is full", retry_after_ms=RETRY_MS) from None
-        return await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(self._inbox.put(operation))
 
     def _run(self, path: Path, opened: Future[None]) -> None:
         try:
@@ -146,25 +123,11 @@ class SqliteCommitLog:
             return
         opened.set_result(None)
         with contextlib.closing(connection):
-            running = True
-            while running:
-                batch = [self._inbox.get()]
-                while len(batch) < BATCH_LIMIT and not self._inbox.empty():
-                    batch.append(self._inbox.get_nowait())
-                running = batch[-1] is not None
-                if calls := [call for call in batch if call and call.done.set_running_or_notify_cancel()]:
-                    _transact(connection, calls)
+            for calls in self._inbox.batches():
+                _transact(connection, calls)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Work for the owning thread. ``operation`` may raise a ``Refusal`` as long as it has written nothing."""
-
-    operation: Callable[[sqlite3.Connection], Any]
-    done: Future[Any]
-
-
-def _transact(connection: sqlite3.Connection, calls: Sequence[_Call]) -> None:
+def _transact(connection: sqlite3.Connection, calls: Sequence[Call[sqlite3.Connection]]) -> None:
     """Run ``calls`` in one transaction and answer them once it is durable."""
     results: list[Any] = []
     try:
@@ -236,12 +199,14 @@ def _advance(connection: sqlite3.Connection, log: str, body: bytes, guard: str, 
     return True
 
 
-def _bodies(connection: sqlite3.Connection, log: str, from_: int) -> list[bytes]:
+def _bodies(connection: sqlite3.Connection, log: str, from_: int) -> tuple[int, list[bytes]]:
+    """How long the log is, and the records from ``from_`` on."""
+    (id, length) = connection.execute("SELECT id, length FROM log WHERE name = ?", (log,)).fetchone() or (0, 0)
     rows = connection.execute(
-        "SELECT body FROM record WHERE log = (SELECT id FROM log WHERE name = ?) AND sequence >= ? ORDER BY sequence",
-        (log, from_),
+        "SELECT body FROM record WHERE log = ? AND sequence >= ? AND sequence < ? ORDER BY sequence",
+        (id, from_, length),
     )
-    return [body for (body,) in rows]
+    return length, [body for (body,) in rows]
 
 
 def _drop(connection: sqlite3.Connection, log: str) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from sdcp_mono import certs
 from sdcp_mono.cache.row_source import LocalRows
 from sdcp_mono.compose.models import Loaded
-from sdcp_mono.compose.storage import AUTHORITY, Storage
+from sdcp_mono.compose.storage import AUTHORITY, Storage, prefill_seconds, rows_from_bytes
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import DrafterPort, DraftRequest, RouterPort, ScoreRequest, VerifierPort
 from sdcp_mono.core.routing import Candidate, Router, prefer_idle
@@ -50,13 +50,13 @@ class Node:
         self._bases = bases = certs.base_uris(settings.gateway_port)
         self._kit = certs.base_uris(settings.kit_port) if _plays(settings, gateway) else {}
         observer = RoleMetrics(registry, ("target", *(model.name for model, _ in loaded.drafts)), settings.m_max)
-        self.storage = storage = Storage(settings, kv_host_mb=settings.kv_host_mb if loaded.kv else 0)
+        self.storage = storage = Storage(settings, loaded.kv)
         self._caches = caches = Caches(
             {}, storage.objects, authority=AUTHORITY, own_base=bases["mlc"] if gateway else ""
         )
-        self._log = Logs(storage.kept, caches)
+        self._log = Logs(storage.log, caches)
         rows = HttpRows(
-            caches, card.vocab_size, partial(_rows_from_bytes, card.vocab_size),
+            caches, card.vocab_size, partial(rows_from_bytes, card.vocab_size),
             local=LocalRows(storage.objects, AUTHORITY, card.vocab_size),
         )  # fmt: skip
         trusted = frozenset({bases["drafter"], *settings.trusted_drafters})
@@ -81,11 +81,11 @@ class Node:
         def running() -> int:
             return sum(s.ended is None for s in engine.sessions.values())
 
-        score = Batcher[ScoreRequest, Any](
+        score = self._score = Batcher[ScoreRequest, Any](
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
             rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
-        restore = storage.restorers(loaded, score.call, lambda tokens: score.cost.seconds(tokens))
+        restore = {name: storage.restorer(name, score.call, partial(self._compute_seconds, name)) for name in loaded.kv}
         self._verifier = self._verifiers[bases["verifier"]] = self._drafted_for[bases["verifier"]] = Verifier(
             bases["verifier"], engine, loaded.target, score, self._log, rows, self._told[0], caches.tokens, observer,
             restore=restore.get("target"),
@@ -112,7 +112,8 @@ class Node:
 
     async def __aenter__(self) -> Self:
         # Stopped in reverse order: whoever calls goes before whoever is called.
-        await self._stack.enter_async_context(self.storage)
+        await self.storage.start(self.loaded.thread)
+        self._stack.push_async_callback(self.storage.stack.aclose)
         if self._gateway:
             await self._stack.enter_async_context(self._served())
         for routers in self._told:
@@ -131,6 +132,17 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def _compute_seconds(self, model: str, tokens: int) -> float:
+        """What computing the KV of ``tokens`` tokens would take."""
+        cost = self._score.cost if model == "target" else self.loaded.costs.get(model, CostTable())
+        return prefill_seconds(cost, self._settings.token_budget, tokens)
+
+    async def cache_report(self, check: bool = False) -> dict[str, Any]:
+        """Plain data for ``cache stat``."""
+        report = await self.storage.report(check)
+        report["kv"]["preempted_sessions"] = self._verifier.residency.preempted
+        return report
 
     def _served(self) -> AbstractAsyncContextManager[Gateway]:
         """The gateway in front of the roles, with development certificates that are made on first start."""
@@ -151,7 +163,7 @@ class Node:
                 self._verifier, self._engine.card, self._engine.drafter_of, mlc=bases["mlc"]
             ).resources,
             "/router/": RouterResources(self.serving, self.serving.verifier_of).resources,
-            "/mlc/": MlcResources(self.storage.objects, self.storage.log, AUTHORITY).resources,
+            "/mlc/": MlcResources(self.storage.objects, self.storage.store, AUTHORITY).resources,
         }
         if self._drafter is not None:
             resources["/drafter/"] = DrafterResources(self._drafter).resources
@@ -199,11 +211,3 @@ def _plays(settings: Settings, gateway: bool) -> bool:
 def _kit_first(kit: frozenset[str], candidate: Candidate) -> tuple[int | str, ...]:
     """The kit's roles report only while it tests, and then they are the ones to be asked."""
     return (candidate.base not in kit, *prefer_idle(candidate))
-
-
-def _rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:
-    from sdcp_mono.runners.rows import QRows
-
-    rows = QRows.from_bytes(data, len(tokens), vocab_size)
-    rows.check(tokens, vocab_size)
-    return rows

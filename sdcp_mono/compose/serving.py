@@ -17,6 +17,7 @@ from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
 from sdcp_mono.settings import Settings
 from sdcp_mono.telemetry.http import HttpMetrics
+from sdcp_mono.telemetry.tiers import TierMetrics
 
 
 async def generate(loaded: Loaded, wish: terminal.Wish, view: terminal.View) -> terminal.Result:
@@ -64,7 +65,8 @@ async def run(settings: Settings, progress: Progress, ready: Callable[[str], Non
     try:
         loaded = loading.result()
         async with Node(loaded, registry, gateway=settings.gateway) as node:
-            app.attach(node.serving, loaded.tokenizer)
+            TierMetrics(registry, node.storage.stats, node.storage.counts)
+            app.attach(node.serving, loaded.tokenizer, node.cache_report)
             port = server.servers[0].sockets[0].getsockname()[1]
             ready(f"http://{settings.host}:{port}")
             await serving

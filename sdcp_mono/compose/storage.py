@@ -1,46 +1,156 @@
-"""Where logs, objects and KV live."""
+"""Where logs, objects and KV live: the stores of a process, and who brings KV back from the tiers below the device."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Final, Self
+from functools import partial
+from typing import Any, Final
 
+from msgspec import structs
+
+from sdcp_mono.cache.disk import DiskTier, TierUnusable
+from sdcp_mono.cache.host import HostTier
+from sdcp_mono.cache.inspecting import DISK, LOG, check_logs
 from sdcp_mono.cache.kept_logs import KeptLogs
+from sdcp_mono.cache.kv import KvCache
 from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
-from sdcp_mono.compose.models import Loaded
+from sdcp_mono.cache.stats import TierStats
+from sdcp_mono.cache.tiers import Tiers
+from sdcp_mono.cache.transfers import Transfers
+from sdcp_mono.core.kv import HoldsKv, KvTiers
+from sdcp_mono.core.ports import ObjectStore
+from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.roles.residency import OnThread
 from sdcp_mono.roles.restoring import Restorer
-from sdcp_mono.settings import StoreSettings
+from sdcp_mono.settings import Settings, TierSettings
 
-AUTHORITY: Final = "local"
+log = logging.getLogger(__name__)
+
+AUTHORITY: Final = "local"  # the one cache that a deployment's roles share calls itself so
+KV: Final = "target_kv"  # also of a draft model's prefixes: the key says which model's
 MIB: Final = 2**20
+STAGING_MB: Final = 32  # of the host tier that may be on its way up at once: 85 blocks of the default model
 
 
-class Storage:
-    """The stores of one process, opened by ``async with``."""
+# ---- tiers -------------------------------------------------------------------------------------------
 
-    def __init__(self, settings: StoreSettings, *, kv_host_mb: int) -> None:
+
+def open_tiers(settings: TierSettings, remote: ObjectStore | None = None) -> Tiers | None:
+    """The tiers below the device, or None where they are switched off. Without its disk the rest goes on."""
+    if not settings.kv_host_mb:
+        return None
+    host = HostTier(settings.kv_host_mb * MIB, staging_bytes=min(STAGING_MB, settings.kv_host_mb) * MIB)
+    disk = None
+    if settings.kv_disk_mb:
+        try:
+            disk = DiskTier(
+                settings.data_dir / DISK, settings.kv_disk_mb * MIB, floor_bytes=settings.kv_disk_floor_mb * MIB
+            )
+        except TierUnusable as unusable:
+            log.warning("no disk tier: %s", unusable)
+    return Tiers(host, disk, remote, Transfers())
+
+
+def prefill_seconds(cost: CostTable, budget: int, tokens: int) -> float:
+    """What computing the KV of ``tokens`` tokens is expected to take, ``budget`` rows a pass."""
+    passes, rest = divmod(tokens, budget)
+    return passes * cost.seconds(budget) + (cost.seconds(rest) if rest else 0.0)
+
+
+class Tiered:
+    """The KV of a process's models and the tiers below it. ``kv`` is empty for models without KV of their own."""
+
+    def __init__(self, settings: TierSettings, kv: Mapping[str, HoldsKv], remote: ObjectStore | None) -> None:
+        self.tiers = open_tiers(settings, remote) if kv else None
+        self.restorers: dict[str, Restorer] = {}
+        self._kv = kv
+        self._caches: dict[str, KvTiers] = {}
+        if self.tiers is not None:
+            self._caches = {
+                name: KvCache(self.tiers, AUTHORITY, KV, model.kv_dtype, model.block_bytes)
+                for name, model in kv.items()
+            }
+
+    def restorer(self, name: str, on_thread: OnThread, compute_seconds: Callable[[int], float]) -> Restorer | None:
+        """Who brings KV of the model ``name`` back; None where it has none, or there is nothing below the device."""
+        cache = self._caches.get(name)
+        if cache is not None:
+            self.restorers[name] = Restorer(self._kv[name], cache, on_thread, compute_seconds)
+        return self.restorers.get(name)
+
+    async def open(self, thread: Executor, stack: AsyncExitStack) -> None:
+        """``thread`` owns the models: from now on their full blocks are offered to the tiers, until ``stack`` ends."""
+        if self.tiers is not None:
+            self.tiers.start()
+            stack.push_async_callback(self.tiers.stop)
+        for name, cache in self._caches.items():
+            thread.submit(setattr, self._kv[name], "tiers", cache).result()
+            stack.callback(partial(self._detach, thread, name))
+
+    def _detach(self, thread: Executor, name: str) -> None:
+        thread.submit(setattr, self._kv[name], "tiers", None).result()
+
+    def stats(self) -> list[TierStats]:
+        """Device first."""
+        device = [_device(kv) for name, kv in self._kv.items() if name == "target"]
+        return [*device, *(self.tiers.stats() if self.tiers is not None else ())]
+
+    def counts(self) -> dict[str, int]:
+        """What became of KV outside the device."""
+        return {
+            "restored_blocks": sum(r.restored for r in self.restorers.values()),
+            "declined_loads": sum(r.declined for r in self.restorers.values()),
+        }
+
+    async def report(self, check: bool = False) -> dict[str, Any]:
+        """Plain data for ``cache stat``."""
+        return {"tiers": [structs.asdict(tier) for tier in self.stats()], "kv": self.counts()}
+
+
+def _device(kv: HoldsKv) -> TierStats:
+    """A model's own blocks. Hits are blocks of prefixes that were found there."""
+    usage, size = kv.usage, kv.block_bytes
+    return TierStats(
+        name="device", capacity_bytes=usage.total * size, used_bytes=(usage.used + usage.cached) * size,
+        pinned_bytes=usage.used * size, objects=usage.used + usage.cached,
+        hits=usage.found_tokens // kv.block_tokens,
+        misses=(usage.asked_tokens - usage.found_tokens) // kv.block_tokens,
+    )  # fmt: skip
+
+
+class Storage(Tiered):
+    """The stores of a node with every role."""
+
+    def __init__(self, settings: Settings, kv: Mapping[str, HoldsKv]) -> None:
+        super().__init__(settings, kv, None)
+        self.stack = AsyncExitStack()
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        self.log = SqliteCommitLog(settings.data_dir / "commit-log.sqlite")
-        self.kept = KeptLogs(self.log, settings.kept_logs)
+        self.store = SqliteCommitLog(settings.data_dir / LOG)
+        self.log = KeptLogs(self.store, settings.kept_logs)
         self.objects = MemoryObjects(settings.objects_mb * MIB)
-        self._stack = AsyncExitStack()
 
-    def restorers(
-        self, loaded: Loaded, on_thread: OnThread, compute_seconds: Callable[[int], float]
-    ) -> Mapping[str, Restorer]:
-        """For each model with KV of its own: who brings that back from the tiers."""
-        return {}
+    async def start(self, thread: Executor) -> None:
+        """``thread`` owns the models."""
+        self.stack.callback(self.store.close)
+        await self.log.adopt()
+        await self.open(thread, self.stack)
 
-    async def __aenter__(self) -> Self:
-        self._stack.callback(self.log.close)
-        await self.kept.adopt()
-        return self
+    async def report(self, check: bool = False) -> dict[str, Any]:
+        """With ``check`` every log is read to its end."""
+        report = await super().report()
+        report["objects"] = structs.asdict(self.objects.stats())
+        report["logs"] = await check_logs(self.log) if check else {"logs": len(await self.log.names())}
+        return report
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
+
+def rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:
+    """Draft rows that came over a wire, checked whole; raises ``RowsProblem``."""
+    from sdcp_mono.runners.rows import QRows
+
+    rows = QRows.from_bytes(data, len(tokens), vocab_size)
+    rows.check(tokens, vocab_size)
+    return rows

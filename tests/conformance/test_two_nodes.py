@@ -81,6 +81,6 @@ def test_a_router_uses_another_nodes_verifier_and_drafter(checkpoint: Callable[[
             (done,) = (known for known in other._engine.sessions.values() if known.committed == 40)
             assert [info.accepted for info in done.rounds if info.drafter]
             assert not [i for i in known.values() if i.sessions]
-            assert await router.storage.log.names() == []
+            assert await router.storage.store.names() == []
 
     asyncio.run(asyncio.wait_for(use(), 60))

@@ -77,7 +77,7 @@ class World:
         self.verifier = node._verifier
         self.engine = self.verifier.engine
         self.drafter = node._drafter
-        self.log = node.storage.log
+        self.log = node.storage.store
         self.objects: Any = node.storage.objects
 
     async def text(self, wish: GenerateRequest) -> tuple[int, ...]:
