@@ -78,13 +78,11 @@ class Levels:
 
     async def settle(self) -> None:
         """Until everything that was offered is in host memory."""
-        while self.tiers.busy:
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(self.tiers.settle)
 
     async def to_disk(self) -> None:
         """Everything from host memory to disk, and only there."""
-        await self.settle()
-        await asyncio.to_thread(self.tiers.demote_all)
+        await asyncio.to_thread(self.tiers.flush)
         await self.forget_device()
 
     async def restore(self, tokens: Sequence[int]) -> tuple[float, int]:
@@ -99,7 +97,8 @@ class Levels:
 
 async def measure_restore(loaded: compose.Loaded, repeat: int) -> dict[str, Any]:
     """First-token seconds from each tier, and the restore alone; medians over ``repeat`` prefixes."""
-    source, taken = random.Random(1), {name: [] for name in ("cold", "device", "host", "disk", "load_host", "load_disk")}
+    source = random.Random(1)
+    taken: dict[str, list[float]] = {name: [] for name in ("cold", "device", "host", "disk", "load_host", "load_disk")}
     declined = 0
     async with compose.Node(loaded, CollectorRegistry()) as node:
         levels = Levels(node, loaded)
@@ -137,7 +136,7 @@ def record(round_: int) -> CommitRecord:
 
 
 async def measure_log(folder: Path) -> dict[str, Any]:
-    """Milliseconds an append costs with 32 sessions in one transaction, by the length of the logs, against fdatasync."""
+    """Milliseconds of an append, 32 sessions in a transaction, by the length of the logs; and of an fdatasync."""
     with SqliteCommitLog(folder / "log.sqlite") as log:
         names = [f"mlc://local/-/log/{number}" for number in range(SESSIONS)]
         for name in names:
@@ -240,7 +239,8 @@ def main() -> None:
     wanted = options.what or ["restore", "log", "churn"]
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "date": date.today().isoformat()}
     with tempfile.TemporaryDirectory(dir=options.data) as folder:
-        base = {"draft": ("none",), "dtype": options.dtype, "model": str(pulled(options.dtype)), "data_dir": Path(folder)}
+        model = str(pulled(options.dtype))
+        base = {"draft": ("none",), "dtype": options.dtype, "model": model, "data_dir": Path(folder)}
         if "restore" in wanted:
             loaded = compose.load(Settings(**base), no_progress)
             result["restore"] = asyncio.run(measure_restore(loaded, options.repeat))

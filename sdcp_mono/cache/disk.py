@@ -101,6 +101,7 @@ class DiskTier:
         self._objects: dict[bytes, _Object] = {}
         self._pending = 0  # bytes of slots being written or wiped
         self._off_until = 0.0
+        self._closed_down = False
         self._note = ""
         self._hits = self._misses = self._stored = self._evicted = self._refused = self._corrupt = self._errors = 0
         try:
@@ -243,7 +244,11 @@ class DiskTier:
             assert files <= self._slabs.total_bytes
 
     def close(self) -> None:
+        """Give the directory up; may be called again."""
         with self._lock:
+            if self._closed_down:
+                return
+            self._closed_down = True
             for file in self._files.values():
                 file.close()
             self._files.clear()

@@ -135,6 +135,7 @@ class Tiers:
         self._remote = {"hits": 0, "misses": 0, "stored": 0, "corrupt": 0, "errors": 0, "refused": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._evict = threading.Event()
+        self._tidying = threading.Lock()
         self._ended = False
         self._deaths = 0
         self._healthy = True
@@ -431,8 +432,10 @@ class Tiers:
         return tuple(tiers)
 
     def settle(self, seconds: float = 30.0) -> bool:
-        """Wait until nothing is on its way; blocks. False if that takes longer."""
-        return self.transfers.settle(seconds)
+        """Wait until nothing is on its way and the watermarks hold; blocks. False if that takes longer."""
+        settled = self.transfers.settle(seconds)
+        self._make_room_ahead()
+        return settled
 
     def flush(self) -> None:
         """Everything that is in host memory and not in use to disk, and only there; blocks."""
@@ -456,12 +459,17 @@ class Tiers:
         while not self._ended:
             self._evict.wait(TICK_SECONDS)
             self._evict.clear()
-            stats = self.host.stats()
-            if stats.used_bytes + stats.staging_bytes > HIGH * stats.capacity_bytes:
-                self._free(int((1 - LOW) * stats.capacity_bytes))
+            self._make_room_ahead()
             if self.disk is not None:
                 self.disk.supervise()
             self._healthy = True
+
+    def _make_room_ahead(self) -> None:
+        """Above the high watermark, down to the low one: then an offer rarely has to wait for the disk."""
+        with self._tidying:
+            stats = self.host.stats()
+            if stats.used_bytes + stats.staging_bytes > HIGH * stats.capacity_bytes:
+                self._free(int((1 - LOW) * stats.capacity_bytes))
 
 
 def _finish_soon(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
@@ -287,10 +288,7 @@ class HfDecoder:
         cls, folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", pack: str | None = None
     ) -> HfDecoder:
         """From a Hugging Face folder, offline."""
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
-        )
-        return cls(model.to(device), pack=pack)
+        return cls(read_model(folder, dtype).to(device), pack=pack)
 
     def allocate(self, blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -412,6 +410,15 @@ class HfDecoder:
         if not probe.masked <= probe.windows:
             raise ValueError(f"unsupported model: {config.model_type} hides keys in a way that attention isn't told")
         return dict(sorted(probe.layers.items())), int(logits.shape[-1])
+
+
+def read_model(folder: str | Path, dtype: torch.dtype, ranks: int = 1) -> Any:
+    """The model in a Hugging Face folder, offline. With several ``ranks`` this rank's shard of it, on its own device:
+    torch.distributed is to be up with as many, and all of them are to read the model and to run it together."""
+    split: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, **split
+    )
 
 
 @contextmanager

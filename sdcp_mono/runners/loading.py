@@ -22,11 +22,15 @@ def load_decoder(
     engine: Engine = "auto",
     threads: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    ranks: int = 1,
 ) -> Decoder:
     """The decoder for a Hugging Face folder, its weights in the given format. ``threads`` 0: one a core.
 
-    Raises ``ValueError`` for a model that can't be run, or not by the engine that was asked for.
+    ``ranks`` > 1: a ``ParallelDecoder``, which is to be closed. Raises ``ValueError`` for a model that can't be run, or
+    not by the engine or the ranks that were asked for.
     """
+    if ranks > 1:
+        return _load_parallel(folder, weights, engine, threads, ranks)
     known = fused.supports(json.loads((folder / "config.json").read_text()))
     if engine == "fused" and not (known and native.available()):
         why = "the kernels were not built" if known else "its architecture isn't one the fused pass knows"
@@ -46,3 +50,14 @@ def load_decoder(
     if weights in ("int8", "int4"):
         return HfDecoder.load(folder, dtype=dtype, pack=weights)
     return HfDecoder.load(folder, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load_parallel(folder: Path, weights: native.Format, engine: Engine, threads: int, ranks: int) -> Decoder:
+    if engine == "fused":
+        raise ValueError("engine: the fused pass has one rank; use engine auto")
+    if weights not in ("float32", "bfloat16"):
+        raise ValueError(f"weights: {weights} is for one rank; several take float32 or bfloat16")
+    from sdcp_mono.runners.parallel import ParallelDecoder
+
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    return ParallelDecoder(folder, ranks=ranks, dtype=dtype, threads=threads or native.default_threads())

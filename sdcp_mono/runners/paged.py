@@ -211,14 +211,8 @@ class PagedModel:
     @property
     def usage(self) -> KvUsage:
         pool, totals = self.pool, self.totals
-        return KvUsage(
-            total=pool.total,
-            used=pool.used,
-            cached=pool.cached,
-            asked_tokens=totals.cached_tokens + totals.prefill_rows,
-            found_tokens=totals.cached_tokens - totals.restored_tokens,
-            restored_tokens=totals.restored_tokens,
-        )
+        asked, found = totals.cached_tokens + totals.prefill_rows, totals.cached_tokens - totals.restored_tokens
+        return KvUsage(pool.total, pool.used, pool.cached, asked, found, totals.restored_tokens)
 
     def missing(self, session: bytes, tokens: Sequence[int], scope: bytes | None) -> list[bytes]:
         """Keys of the full blocks of ``tokens`` that have to be computed or loaded, in order.

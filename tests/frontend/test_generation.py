@@ -96,8 +96,12 @@ def test_streamed_chat_bytes_with_usage(server: Any) -> None:
     assert lines[:3] == [
         head
         + '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}',
-        f"id: S.{LOG}.1.5.5\n" + head + '{"index":0,"delta":{"content":"abcde"},"logprobs":null,"finish_reason":null}],"usage":null}',
-        f"id: S.{LOG}.1.7.7\n" + head + '{"index":0,"delta":{"content":"fg"},"logprobs":null,"finish_reason":"length"}],"usage":null}',
+        f"id: S.{LOG}.1.5.5\n"
+        + head
+        + '{"index":0,"delta":{"content":"abcde"},"logprobs":null,"finish_reason":null}],"usage":null}',
+        f"id: S.{LOG}.1.7.7\n"
+        + head
+        + '{"index":0,"delta":{"content":"fg"},"logprobs":null,"finish_reason":"length"}],"usage":null}',
     ]
     assert lines[3].startswith(
         head

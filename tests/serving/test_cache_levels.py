@@ -72,7 +72,7 @@ def test_output_is_the_same_from_every_level(exact: Any, requests: list[Any], dr
 
             await forget()
             await flush()
-            for key in tiers.disk.keys():
+            for key in list(tiers.disk.keys()):
                 tiers.disk.drop(key)
             await all_of("cold")
             await all_of("device")
@@ -86,8 +86,8 @@ def test_output_is_the_same_from_every_level(exact: Any, requests: list[Any], dr
     assert levels["device"] == levels["cold"]
     assert levels["host"] == levels["cold"]
     assert levels["disk"] == levels["cold"]
-    assert (hits["cold"], hits["cold restored"]) == (0, 0)
-    assert hits["device"] > 0
+    assert hits["cold restored"] == 0
+    assert hits["device"] > 2 * hits["cold"]  # the prompts begin alike
     assert hits["device restored"] == 0
     assert hits["host restored"] > 0
     assert hits["host disk"] == 0
