@@ -27,8 +27,8 @@ def ask(url: str, *, check: bool = False) -> dict[str, Any] | None:
 
 def show_report(out: Console, report: dict[str, Any]) -> None:
     """Tiers as a table; below it what came back from them, and the logs."""
-    table = Table("tier", "used", "of", "", "objects", "hits", "hit rate", "stored", "evicted", "damaged", "state")
-    for column in table.columns[1:10]:
+    table = Table("tier", "used", "of", "", "objects", "hits", "rate", "evicted", "damaged", "state", box=None)
+    for column in table.columns[1:9]:
         column.justify = "right"
     for tier in report["tiers"]:
         asked = tier["hits"] + tier["misses"]
@@ -36,7 +36,7 @@ def show_report(out: Console, report: dict[str, Any]) -> None:
         table.add_row(
             tier["name"], decimal(tier["used_bytes"]), decimal(tier["capacity_bytes"]), f"{share:.0%}",
             f"{tier['objects']:,}", f"{tier['hits']:,}", f"{tier['hits'] / asked:.0%}" if asked else "-",
-            f"{tier['stored']:,}", f"{tier['evicted']:,}", f"{tier['corrupt']:,}",
+            f"{tier['evicted']:,}", f"{tier['corrupt']:,}",
             "good" if tier["healthy"] else f"[red]{tier['note']}[/]",
         )  # fmt: skip
     out.print(table)

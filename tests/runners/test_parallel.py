@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     0 < torch.cuda.device_count() < 2, reason="ranks take a GPU each where there is one; here there are too few"
 )
 
-TOLERANCE = 1e-4  # what is promised for float32; logits here are up to 5, the largest difference was 1e-5
+TOLERANCE = 1e-4  # what is promised for float32; logits here are up to 5.6, the largest difference was 6e-6
 SECONDS = 20  # until a process that is expected to end is said to live on
 
 
@@ -286,9 +286,13 @@ sys.stdin.read()
 """
 
 
-def test_no_rank_outlives_a_killed_parent(random_llama: Path) -> None:
+def test_no_rank_outlives_a_killed_parent(random_llama: Path, tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(random_llama)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(random_llama)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # its folder stays
     )
     with parent:
         assert parent.stdout is not None
@@ -327,7 +331,7 @@ def test_what_one_rank_only_can_do_is_refused(random_llama: Path) -> None:
 
 @pytest.mark.model
 def test_smollm2_on_three_ranks(running: Running) -> None:
-    """9 heads over 3 KV heads. Logits are up to 30; the largest difference measured was 1e-4."""
+    """9 heads over 3 KV heads. Logits are up to 36; the largest difference measured was 9e-5."""
     data = Path(os.environ.get("SDCP_TEST_DATA") or Path(__file__).parents[2] / ".cache" / "sdcp-test")
     folder = resolve(None, data, dtype="float32").path
     text = np.random.default_rng(3).integers(1000, 40000, 60).tolist()
@@ -336,5 +340,5 @@ def test_smollm2_on_three_ranks(running: Running) -> None:
     got = logits_of(running.start(folder=folder, ranks=3), [text], guesses)
     running.close()
     for theirs, ours in zip(want, got, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=3e-4, rtol=0)
         assert ours.argmax(-1).tolist() == theirs.argmax(-1).tolist()
