@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -20,7 +20,9 @@ from rich.table import Table
 
 from sdcp_mono import __version__
 from sdcp_mono.models.identity import ModelError
-from sdcp_mono.settings import Settings
+from sdcp_mono.settings import CacheSettings, Common, DrafterSettings, RouterSettings, Settings, VerifierSettings
+
+S = TypeVar("S", bound=Common)
 
 app = typer.Typer(
     name="sdcp-mono",
@@ -158,12 +160,20 @@ def certs_init(
     host: Annotated[list[str] | None, typer.Option(help="Host names and addresses; repeatable.")] = None,
     port: Annotated[int, typer.Option(help="Port of the gateway, as the roles' base URIs name it.")] = 8443,
     ca: Annotated[Path | None, typer.Option(help="Folder of the CA to use; none: the one written to.")] = None,
+    instance: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=BASE of one instance of a split, repeatable: these instead of one of each role."),
+    ] = None,
 ) -> None:
     """Make a development CA and one certificate for each role, keys readable by you alone."""
     from sdcp_mono import certs
 
     with _failures():
         roles = certs.base_uris(port, *(host or ())[:1])
+        if instance:
+            roles = {name: base for name, _, base in (one.partition("=") for one in instance)}
+            if not all(name and base for name, base in roles.items()):
+                raise ValueError("instance: expected NAME=BASE, such as verifier-0=https://127.0.0.1:9001/verifier/")
         written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, ca=ca)
     out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
 
@@ -203,6 +213,122 @@ def conformance_(
         only=tuple(only or ()), as_json=as_json, junit=junit,
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+BaseOption = Annotated[str | None, typer.Option(help="Base URI of this instance, which its certificate names.")]
+PeersOption = Annotated[list[str] | None, typer.Option(help="Base URI of a peer; repeatable.")]
+CacheOption = Annotated[str | None, typer.Option(help="Base URI of the cache.")]
+TlsOption = Annotated[Path | None, typer.Option(help="Folder of ca.pem and this instance's pair (certs init).")]
+NameOption = Annotated[str | None, typer.Option(help="File name of the pair; none: the role's.")]
+
+
+@app.command()
+def router(
+    base: BaseOption = None,
+    verifiers: PeersOption = None,
+    drafters: PeersOption = None,
+    cache: CacheOption = None,
+    tls_dir: TlsOption = None,
+    tls_name: NameOption = None,
+    host: Annotated[str | None, typer.Option(help="Address of the OpenAI API.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI API.")] = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """The router alone: the OpenAI API, and who works on which session; other roles over gRPC."""
+    from sdcp_mono import compose
+
+    flags = {
+        "base": base,
+        "verifiers": verifiers,
+        "drafters": drafters,
+        "cache": cache,
+        "tls_dir": tls_dir,
+        "tls_name": tls_name,
+    }
+    settings = _settings_of(RouterSettings, **flags, host=host, port=port, model=model, data_dir=data, dtype=dtype)
+    _run_role("router", settings, compose.run_router)
+
+
+@app.command()
+def verifier(
+    base: BaseOption = None,
+    routers: PeersOption = None,
+    drafters: PeersOption = None,
+    cache: CacheOption = None,
+    tls_dir: TlsOption = None,
+    tls_name: NameOption = None,
+    model: ModelOption = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """The verifier alone: the target model, the only one that commits; other roles over gRPC."""
+    from sdcp_mono import compose
+
+    flags = {
+        "base": base,
+        "routers": routers,
+        "drafters": drafters,
+        "cache": cache,
+        "tls_dir": tls_dir,
+        "tls_name": tls_name,
+    }
+    settings = _settings_of(VerifierSettings, **flags, model=model, data_dir=data, dtype=dtype)
+    _run_role("verifier", settings, compose.run_verifier)
+
+
+@app.command()
+def drafter(
+    base: BaseOption = None,
+    routers: PeersOption = None,
+    verifiers: PeersOption = None,
+    cache: CacheOption = None,
+    tls_dir: TlsOption = None,
+    tls_name: NameOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """A drafter alone: draft models for a target; other roles over gRPC."""
+    from sdcp_mono import compose
+
+    flags = {
+        "base": base,
+        "routers": routers,
+        "verifiers": verifiers,
+        "cache": cache,
+        "tls_dir": tls_dir,
+        "tls_name": tls_name,
+    }
+    settings = _settings_of(DrafterSettings, **flags, model=model, draft=draft, data_dir=data, dtype=dtype)
+    _run_role("drafter", settings, compose.run_drafter)
+
+
+@caches.command("serve")
+def cache_serve(
+    base: BaseOption = None,
+    routers: PeersOption = None,
+    verifiers: PeersOption = None,
+    drafters: PeersOption = None,
+    tls_dir: TlsOption = None,
+    tls_name: NameOption = None,
+    data: DataOption = None,
+) -> None:
+    """The cache alone: commit logs and objects for the other roles, over gRPC."""
+    from sdcp_mono import compose
+
+    peers = {"routers": routers, "verifiers": verifiers, "drafters": drafters}
+    settings = _settings_of(CacheSettings, **peers, base=base, tls_dir=tls_dir, tls_name=tls_name, data_dir=data)
+    _run_role("cache", settings, compose.run_cache)
+
+
+def _run_role(name: str, settings: Any, run: Any) -> None:
+    with _failures(), _progress(settings) as progress:
+        asyncio.run(
+            run(settings, progress, lambda url: err.print(f"[bold]sdcp-mono {name}[/] answers at [cyan]{url}[/]"))
+        )
 
 
 UrlOption = Annotated[str | None, typer.Option(help="A running server; none: the one that settings name.")]
@@ -286,10 +412,14 @@ def version() -> None:
 
 
 def _settings(**flags: Any) -> Settings:
+    return _settings_of(Settings, **flags)
+
+
+def _settings_of(kind: type[S], **flags: Any) -> S:
     """Settings with flags on top; a wrong one ends the command and names the field."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     try:
-        return Settings(**{name: value for name, value in given.items() if value not in (None, ())})
+        return kind(**{name: value for name, value in given.items() if value not in (None, ())})
     except ValidationError as error:
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"])
@@ -314,7 +444,7 @@ def _failures() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(settings: Settings) -> Iterator[Any]:
+def _progress(settings: Common) -> Iterator[Any]:
     """A progress bar on stderr for work of known size; logging goes through the same console."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(message)s", force=True,

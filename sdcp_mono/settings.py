@@ -149,6 +149,56 @@ class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings,
     )
 
 
+class LinkSettings(Common):
+    """How a role that is a process of its own meets the others: internal gRPC with mutual TLS."""
+
+    base: str = Field(description="Base URI by which others reach this instance; its certificate names it.")
+    listen: str = Field("", description="HOST:PORT to listen on; empty: those of base.")
+    tls_dir: Path | None = Field(None, description="ca.pem, and this instance's pair, as `certs init` makes them.")
+    tls_name: str = Field("", description="File name of the pair without .pem; empty: the role's.")
+    routers: Names = Field((), description="Base URIs of the routers.")
+    verifiers: Names = Field((), description="Base URIs of the verifiers.")
+    drafters: Names = Field((), description="Base URIs of the drafters.")
+    cache: str = Field("", description="Base URI of the cache.")
+    status_host: str = Field("127.0.0.1", description="Address of /health and /metrics.")
+    status_port: int = Field(0, ge=0, le=65535, description="Port of /health and /metrics; 0 lets the system choose.")
+    drain_seconds: float = Field(20.0, ge=0, description="How long sessions may take to move when this role stops.")
+
+    @field_validator("routers", "verifiers", "drafters", mode="before")
+    @classmethod
+    def _split_peers(cls, value: object) -> object:
+        return _names(value)
+
+    @field_validator("base", "cache")
+    @classmethod
+    def _one_base(cls, value: str) -> str:
+        return _bases((value,))[0] if value else value
+
+    @field_validator("routers", "verifiers", "drafters")
+    @classmethod
+    def _all_bases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _bases(value)
+
+
+class RouterSettings(LinkSettings, AdmissionSettings):
+    """``sdcp-mono router``: the OpenAI API, and who works on which session."""
+
+    model: str | None = Field(None, description="The model whose tokenizer and identity it uses; none: the default.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of the verifiers: part of the identity.")
+
+
+class VerifierSettings(LinkSettings, ModelSettings):
+    """``sdcp-mono verifier``: the target model."""
+
+
+class DrafterSettings(LinkSettings, DraftSettings, ModelSettings):
+    """``sdcp-mono drafter``: draft models."""
+
+
+class CacheSettings(LinkSettings, StoreSettings):
+    """``sdcp-mono cache serve``: objects and commit logs."""
+
+
 def _names(value: object) -> object:
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 

@@ -2,6 +2,18 @@
 
 from sdcp_mono.compose.models import SWITCH_SECONDS, Loaded, load
 from sdcp_mono.compose.node import Node
+from sdcp_mono.compose.roles import run_cache, run_drafter, run_router, run_verifier
 from sdcp_mono.compose.serving import generate, serve
 
-__all__ = ["Loaded", "Node", "SWITCH_SECONDS", "generate", "load", "serve"]
+__all__ = [
+    "Loaded",
+    "Node",
+    "SWITCH_SECONDS",
+    "generate",
+    "load",
+    "run_cache",
+    "run_drafter",
+    "run_router",
+    "run_verifier",
+    "serve",
+]

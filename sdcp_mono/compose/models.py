@@ -17,7 +17,7 @@ from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.models.identity import ModelFolder
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
-from sdcp_mono.settings import DraftSettings, ModelSettings, Settings
+from sdcp_mono.settings import DrafterSettings, DraftSettings, ModelSettings, Settings
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,9 +41,37 @@ class Loaded:
     borrows: frozenset[str] = frozenset()  # drafters that read the target's
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedDrafters:
+    """Draft models of a drafter that is a process of its own."""
+
+    card: ModelCard  # of the target they draft for
+    drafts: tuple[tuple[DraftModel, bool], ...]
+    thread: ThreadPoolExecutor
+    kv: Mapping[str, HoldsKv]
+
+
 def load(settings: Settings, progress: Progress) -> Loaded:
     """Fetch, convert and load target and drafters; raises ``ModelError`` or ``ValueError`` with what to do next."""
     return _load(settings, progress, settings)
+
+
+def load_target(settings: ModelSettings, progress: Progress) -> Loaded:
+    """The target alone."""
+    return _load(settings, progress, None)
+
+
+def load_drafters(settings: DrafterSettings, progress: Progress) -> LoadedDrafters:
+    """The drafters alone, each with KV of its own."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="models")
+
+    def work() -> tuple[tuple[DraftModel, bool], ...]:
+        return tuple(_load_drafts(settings, settings, folder, folder.card, None, Tokenizer(folder.path), progress))
+
+    drafts = thread.submit(work).result()
+    return LoadedDrafters(folder.card, drafts, thread, _kv_of([(draft.name, draft) for draft, _ in drafts]))
 
 
 def _load(settings: Settings | ModelSettings, progress: Progress, drafting: Settings | None) -> Loaded:
