@@ -45,7 +45,7 @@ def test_a_router_uses_another_nodes_verifier_and_drafter(checkpoint: Callable[[
         "kv_memory_mb": 64, "threads": 1,
     }  # fmt: skip
     near = Settings(
-        data_dir=tmp_path / "near", gateway_port=here, kit_port=0, verifiers=(theirs["verifier"],),
+        kept_logs=0, data_dir=tmp_path / "near", gateway_port=here, kit_port=0, verifiers=(theirs["verifier"],),
         drafters=(theirs["drafter"],), **common,
     )  # fmt: skip
     far = Settings(

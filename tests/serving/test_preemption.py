@@ -93,7 +93,7 @@ def test_c_37_preempted_sessions_say_what_they_would_have_said(
     assert len(taken) >= 3
     assert rooms.preempted >= len(taken)
     pool.check()
-    assert pool.used == 0
+    assert small.loaded.kv["target"].free_tokens == BLOCKS * 16  # nothing is held but by copies that have ended
 
 
 async def read(node: Any, request: Any) -> tuple[tuple[int, ...], str]:
