@@ -31,7 +31,7 @@ def content(number: int, size: int = SIZE) -> memoryview:
 
 
 def page_aligned(size: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, size))
+    return memoryview(mmap.mmap(-1, max(1, size)))[:size]
 
 
 def put(tier: DiskTier, number: int, size: int = SIZE) -> bool:
@@ -56,9 +56,9 @@ def segment_files(path: Path) -> list[Path]:
     return sorted((path / "segments").iterdir())
 
 
-@pytest.mark.parametrize("size", [1, 4095, 4096, SIZE, 100_001])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, SIZE, 100_001, (1 << 20) + 4097])
 def test_what_is_read_is_what_was_written(tmp_path: Path, size: int) -> None:
-    tier = opened(tmp_path, 1 << 20)
+    tier = opened(tmp_path, 4 << 20)
     assert put(tier, 1, size)
     assert get(tier, 1, size)
     assert not get(tier, 2, size)
@@ -186,7 +186,8 @@ def test_c_40_a_full_disk_refuses_and_reads_go_on(tmp_path: Path) -> None:
     tier = opened(tmp_path, 2 * CAP, segment_bytes=CAP)
     for number in range(8):
         put(tier, number)
-    tier._floor = 1 << 62  # nothing is free above this floor
+    tier.close()
+    tier = opened(tmp_path, 2 * CAP, segment_bytes=CAP, floor_bytes=1 << 62)  # nothing is free above this floor
     assert put(tier, 8)  # in the place of another
     assert sum(get(tier, number) for number in range(9)) == 8
     assert not tier.stats().healthy

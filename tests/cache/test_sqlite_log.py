@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import sqlite3
 import subprocess
@@ -25,24 +24,10 @@ from sdcp_mono.core.messages import CommitRecord, FenceRecord
 from sdcp_mono.core.ports import CommitLog, LogAppend
 from sdcp_mono.core.problems import Conflict, Unavailable, UnknownSession
 
+from .log_records import make_append, run
+
 APPENDER = Path(__file__).with_name("appender.py")
 ROOT = Path(__file__).parents[2]
-
-
-def make_append(log: str, sequence: int, *, epoch: int = 1, token: int = 7) -> LogAppend:
-    digest = hashlib.sha256(f"{log}/{sequence}/{token}".encode()).digest()
-    committed = sequence + 1
-    record = CommitRecord(epoch=epoch, round=committed, emitted=(token,), committed=committed, digest=digest)
-    return LogAppend(log, sequence, record)
-
-
-def run(*steps: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of ``steps``, in order, on one event loop."""
-
-    async def in_order() -> list[Any]:
-        return [await step for step in steps]
-
-    return asyncio.run(in_order())
 
 
 @contextlib.contextmanager
