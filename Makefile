@@ -10,18 +10,25 @@ INSTALL := $(BIN)/python -m pip install --quiet
 INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard hatch_build.py sdcp_mono/kernels/csrc/*)
 STUBS := sdcp_mono/grpc/pb/sdcp.proto
 
-.PHONY: serve test check proto bench fuzz
+# Servers that tests start for themselves. Where they can't be installed, those tests are skipped and say so.
+PACKAGES := $(if $(wildcard /usr/lib/postgresql/*/bin/initdb)$(shell command -v initdb),,postgresql)
+
+.PHONY: serve test check packages proto bench fuzz
 
 serve: $(VENV)/serve.stamp
 	$(BIN)/sdcp-mono serve $(ARGS)
 
-test: check
+test: check packages
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+packages:
+	@test -z "$(PACKAGES)" || timeout 300 apt-get install -y --no-install-recommends $(PACKAGES) \
+		|| echo "not installed: $(PACKAGES); the tests that need them are skipped"
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python -m benchmarks.run $(ARGS)

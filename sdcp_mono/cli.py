@@ -379,9 +379,10 @@ def cache_ls(
 def cache_fsck(url: UrlOption = None, data: DataOption = None, as_json: JsonOption = False) -> None:
     """Read everything in the disk tier and every commit log, and say what is damaged; exit code 1 if anything is.
 
-    Nothing is changed. A log that a running server has open is read by that server.
+    Nothing is changed. An SQLite log that a running server has open is read by that server.
     """
-    from sdcp_mono.cache.inspecting import check_log, entries
+    from sdcp_mono.cache.inspecting import entries
+    from sdcp_mono.compose import logs as commit_logs
     from sdcp_mono.frontend import cache_view
 
     settings = _settings(data_dir=data)
@@ -389,7 +390,7 @@ def cache_fsck(url: UrlOption = None, data: DataOption = None, as_json: JsonOpti
         live = cache_view.ask(url or f"http://{settings.host}:{settings.port}", check=True)
         with _progress(settings) as progress:
             found = list(entries(settings.data_dir, payload=True, progress=progress))
-        logs = live["logs"] if live is not None else asyncio.run(check_log(settings.data_dir))
+        logs = live["logs"] if live is not None else asyncio.run(commit_logs.check(settings.log, settings.data_dir))
     bad = [entry for entry in found if entry["state"] == "damaged"]
     states = cache_view.counted(found)
     result = {"objects": states, "damaged": bad, "logs": logs}
@@ -432,7 +433,7 @@ def _settings_of(kind: type[S], **flags: Any) -> S:
 @contextmanager
 def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
-    from sdcp_mono.cache.sqlite_log import CommitLogUnusable
+    from sdcp_mono.cache.commit_log import CommitLogUnusable
     from sdcp_mono.core.problems import Refusal
     from sdcp_mono.frontend.errors import ApiError
 

@@ -104,6 +104,11 @@ class AdmissionSettings(Common):
 class StoreSettings(Common):
     """Where commit logs and objects live."""
 
+    log: str = Field(
+        "", repr=False,
+        description="Commit logs: postgresql://… (extra postgres) or s3://…, gs://…, az://… (extra objectstore); "
+        "empty: an SQLite file in the data folder.",
+    )  # fmt: skip
     objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
     kept_logs: int = Field(1000, ge=0, description="Logs of ended sessions that are kept, to resume and to replay.")
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from sdcp_mono.cache.disk import scan
 from sdcp_mono.cache.kept_logs import ListedLog
-from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 from sdcp_mono.core.messages import CommitRecord
 from sdcp_mono.core.names import MlcUri
 from sdcp_mono.core.problems import Refusal
@@ -54,15 +53,6 @@ def folder_report(data_dir: Path) -> dict[str, Any]:
     }  # fmt: skip
     log = data_dir / LOG
     return {"tiers": [disk], "log": {"file": str(log), "bytes": log.stat().st_size if log.exists() else 0}}
-
-
-async def check_log(data_dir: Path) -> dict[str, Any]:
-    """Every commit log of a folder that nobody serves. Raises ``CommitLogUnusable`` where somebody does."""
-    path = data_dir / LOG
-    if not path.exists():
-        return {"logs": 0, "records": 0, "damaged": []}
-    with SqliteCommitLog(path) as log:
-        return await check_logs(log)
 
 
 async def check_logs(log: ListedLog) -> dict[str, Any]:

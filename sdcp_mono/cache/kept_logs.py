@@ -20,19 +20,19 @@ class ListedLog(CommitLog, Protocol):
 class KeptLogs:
     """A ``CommitLog`` over ``logs`` that keeps the newest ``keep`` of those that were dropped.
 
-    A log that was left behind by an earlier process counts as dropped: its session is over.
+    A log that was left behind by an earlier process counts as dropped, its session is over, until a record of it is
+    appended: then it was only the process in front of the log that was new.
     """
 
     def __init__(self, logs: ListedLog, keep: int) -> None:
         self._logs = logs
         self._keep = keep
-        self._dropped: OrderedDict[str, None] = OrderedDict()  # oldest first; at most ``keep``
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # oldest first; at most ``keep`` after a drop
 
     async def adopt(self) -> int:
         """Take over what is there, before anything else is asked; how many logs that were."""
         names = await self._logs.names()
-        for name in names:
-            await self.drop(name)
+        self._dropped.update(dict.fromkeys(names))  # none is forgotten yet: who works on one may still be on the way
         return len(names)
 
     async def names(self) -> Sequence[str]:
@@ -43,6 +43,8 @@ class KeptLogs:
         await self._logs.create(log)
 
     async def append(self, appends: Sequence[LogAppend]) -> Sequence[AppendOutcome]:
+        for append in appends:
+            self._dropped.pop(append.log, None)
         return await self._logs.append(appends)
 
     async def fence(self, log: str, epoch: int) -> bool:

@@ -15,10 +15,9 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from sdcp_mono import certs
-from sdcp_mono.cache.inspecting import LOG
 from sdcp_mono.cache.kept_logs import KeptLogs
 from sdcp_mono.cache.memory import MemoryObjects
-from sdcp_mono.cache.sqlite_log import SqliteCommitLog
+from sdcp_mono.compose.logs import open_log
 from sdcp_mono.compose.models import LoadedDrafters, Progress, load_drafters, load_target
 from sdcp_mono.compose.serving import Server
 from sdcp_mono.compose.storage import AUTHORITY, MIB, Tiered, prefill_seconds, rows_from_bytes
@@ -156,8 +155,7 @@ async def run_cache(settings: CacheSettings, progress: Progress, ready: Ready) -
     """``sdcp-mono cache serve``."""
     async with AsyncExitStack() as stack, _status(settings, CollectorRegistry()) as status:
         links = Links(settings, "mlc", stack)
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
-        log = KeptLogs(stack.enter_context(SqliteCommitLog(settings.data_dir / LOG)), settings.kept_logs)
+        log = KeptLogs(await asyncio.to_thread(open_log, settings.log, settings.data_dir, stack), settings.kept_logs)
         await log.adopt()  # those of live sessions are among the newest, which are kept
         objects = MemoryObjects(settings.objects_mb * MIB)
         await links.serve((ObjectStoreService(objects), CommitLogService(log)))

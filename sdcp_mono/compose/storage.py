@@ -13,14 +13,14 @@ from msgspec import structs
 
 from sdcp_mono.cache.disk import DiskTier, TierUnusable
 from sdcp_mono.cache.host import HostTier
-from sdcp_mono.cache.inspecting import DISK, LOG, check_logs
+from sdcp_mono.cache.inspecting import DISK, check_logs
 from sdcp_mono.cache.kept_logs import KeptLogs
 from sdcp_mono.cache.kv import KvCache
 from sdcp_mono.cache.memory import MemoryObjects
-from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 from sdcp_mono.cache.stats import TierStats
 from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.cache.transfers import Transfers
+from sdcp_mono.compose.logs import open_log
 from sdcp_mono.core.kv import HoldsKv, KvTiers
 from sdcp_mono.core.ports import ObjectStore
 from sdcp_mono.core.speculation import CostTable
@@ -128,14 +128,12 @@ class Storage(Tiered):
     def __init__(self, settings: Settings, kv: Mapping[str, HoldsKv]) -> None:
         super().__init__(settings, kv, None)
         self.stack = AsyncExitStack()
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
-        self.store = SqliteCommitLog(settings.data_dir / LOG)
+        self.store = open_log(settings.log, settings.data_dir, self.stack)
         self.log = KeptLogs(self.store, settings.kept_logs)
         self.objects = MemoryObjects(settings.objects_mb * MIB)
 
     async def start(self, thread: Executor) -> None:
         """``thread`` owns the models."""
-        self.stack.callback(self.store.close)
         await self.log.adopt()
         await self.open(thread, self.stack)
 

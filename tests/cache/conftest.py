@@ -6,18 +6,20 @@ import contextlib
 import hashlib
 import http.client
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from sdcp_mono.cache.disk import DiskTier
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 
-from . import disk_writer
+from . import disk_writer, postgres
 
 
 class Clock:
@@ -61,6 +63,27 @@ def tiers() -> Iterator[Callable[..., DiskTier]]:
     yield opened
     for tier in made:
         tier.close()
+
+
+# ---- a PostgreSQL server ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[postgres.PostgresServer]:
+    place = postgres.binaries()
+    if place is None:
+        pytest.skip("PostgreSQL is not installed")
+    with postgres.running(place) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: postgres.PostgresServer) -> str:
+    """A schema of its own for each test."""
+    schema = f"test_{secrets.token_hex(8)}"
+    with psycopg.connect(postgres_server.url, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {schema}")  # type: ignore[arg-type]
+    return f"{postgres_server.url}?options=-csearch_path%3D{schema}"
 
 
 # ---- an S3 server, and what goes wrong on the way to it --------------------------------------------------------------
