@@ -33,6 +33,7 @@ from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 from sdcp_mono.core.messages import CommitRecord, Rule, Sampling
 from sdcp_mono.core.ports import GenerateRequest, LogAppend
 from sdcp_mono.models.identity import no_progress
+from sdcp_mono.roles.router import SCOPE
 from sdcp_mono.settings import Settings
 
 PREFIX: Final = 1024  # tokens
@@ -89,7 +90,7 @@ class Levels:
         """Seconds and blocks of bringing a prefix back, without the pass that follows."""
         session = os.urandom(16)
         started = time.perf_counter()
-        blocks = await self.restorer(session, tokens, None)
+        blocks = await self.restorer(session, tokens, SCOPE)
         seconds = time.perf_counter() - started
         await asyncio.wrap_future(self.thread.submit(self.kv.release, session))
         return seconds, blocks

@@ -56,9 +56,12 @@ class Store:
             key = next(entry for entry in entries if entry.endswith(f"/{sequence:020}"))
             obstore.put(store, key, change(bytes(obstore.get(store, key).bytes())))
         else:
-            where = "WHERE sequence = ? AND log = (SELECT id FROM log WHERE name = ?)"
             connection = sqlite3.connect(self.data_dir / LOG)
-            (body,) = connection.execute(f"SELECT body FROM record {where}", (sequence, log)).fetchone()
-            connection.execute(f"UPDATE record SET body = ? {where}", (change(body), sequence, log))
+            (id,) = connection.execute("SELECT last FROM log WHERE name = ?", (log,)).fetchone()
+            (length,) = connection.execute("SELECT length FROM log WHERE name = ?", (log,)).fetchone()
+            for _ in range(length - 1 - sequence):
+                (id,) = connection.execute("SELECT previous FROM record WHERE id = ?", (id,)).fetchone()
+            (body,) = connection.execute("SELECT body FROM record WHERE id = ?", (id,)).fetchone()
+            connection.execute("UPDATE record SET body = ? WHERE id = ?", (change(body), id))
             connection.commit()
             connection.close()

@@ -65,7 +65,7 @@ def test_amb_148_a_log_is_a_cbor_sequence(log: SqliteCommitLog, path: Path) -> N
     record = CommitRecord(epoch=1, round=1, emitted=(258,), committed=1, digest=bytes(32))
     run(log.create("a"), log.append([LogAppend("a", 0, record)]), log.fence("a", 2))
     log.close()
-    bodies = [body for (body,) in sqlite3.connect(path).execute("SELECT body FROM record ORDER BY sequence")]
+    bodies = [body for (body,) in sqlite3.connect(path).execute("SELECT body FROM record ORDER BY id")]
     # By hand, keys in bytewise order of their encoding (RFC 8949 4.2.1): epoch, round, digest, emitted, committed.
     commit = "a5 6565706f6368 01 65726f756e64 01 66646967657374 5820" + "00" * 32
     commit += "67656d6974746564 81190102 69636f6d6d6974746564 01"
@@ -185,8 +185,8 @@ def test_a_file_that_is_no_database_is_refused(path: Path) -> None:
 def test_a_later_format_is_refused(log: SqliteCommitLog, path: Path) -> None:
     log.close()
     with contextlib.closing(sqlite3.connect(path)) as later:
-        later.execute("PRAGMA user_version = 2")
-    with pytest.raises(CommitLogUnusable, match=r"format 2; this release reads format 1"):
+        later.execute("PRAGMA user_version = 9")
+    with pytest.raises(CommitLogUnusable, match=r"format 9; this release reads format 2: move"):
         SqliteCommitLog(path)
 
 
@@ -223,7 +223,7 @@ def test_a_damaged_record_is_reported(path: Path) -> None:
     with SqliteCommitLog(path) as log:
         run(log.create("a"), log.append([make_append("a", 0), make_append("a", 1)]))
     with contextlib.closing(sqlite3.connect(path)) as other:
-        other.execute("UPDATE record SET body = substr(body, 1, 20) WHERE sequence = 1")
+        other.execute("UPDATE record SET body = substr(body, 1, 20) WHERE id = 2")
         other.commit()
     with SqliteCommitLog(path) as log, pytest.raises(Unavailable, match="record 1"):
         run(log.read("a"))
