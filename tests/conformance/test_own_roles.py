@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sdcp_mono import certs
-from sdcp_mono.compose.serving import run as run_node
+from sdcp_mono.compose import serving
 from sdcp_mono.conformance import Finding, Options, examine
 from sdcp_mono.conformance.kit import Verdict
 from sdcp_mono.conformance.main import CHECKS
 from sdcp_mono.models.identity import no_progress
 from sdcp_mono.settings import Settings
+
+ROOT = Path(__file__).parents[1]
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,10 +34,10 @@ def free_ports(count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[str]:
+async def started(settings: Settings) -> AsyncIterator[str]:
     """``sdcp-mono serve`` in this process; answers the URL of its OpenAI API."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = asyncio.create_task(run_node(settings, no_progress, ready.set_result))
+    server = asyncio.create_task(serving.run(settings, no_progress, ready.set_result))
     await asyncio.wait((server, ready), return_when=asyncio.FIRST_COMPLETED)
     try:
         if server.done():
@@ -44,9 +48,28 @@ async def serving(settings: Settings) -> AsyncIterator[str]:
         await server
 
 
-@pytest.fixture(scope="module")
-def findings(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
+def over_grpc() -> Any:
+    """The node whose roles meet over internal gRPC; tests can't import each other by name."""
+    spec = importlib.util.spec_from_file_location("kit_over_grpc", ROOT / "split" / "over_grpc.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GrpcNode
+
+
+@pytest.fixture(scope="module", params=["one process", "gRPC"])
+def findings(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Finding]]]:
     """Of all checks of each role, and of a few by somebody who is not who they need to be."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "gRPC":
+            patch.setattr(serving, "Node", over_grpc())
+        yield examined(checkpoint, tmp_path_factory)
+
+
+def examined(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
     data = tmp_path_factory.mktemp("data")
     ours, kit, stranger = data / "certs", data / "certs" / certs.KIT, data / "stranger"
     gateway_port, kit_port, other_port = free_ports(3)
@@ -56,7 +79,7 @@ def findings(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     )  # fmt: skip
 
     async def all_of_them() -> dict[str, list[Finding]]:
-        async with serving(settings) as api:
+        async with started(settings) as api:
 
             async def run(role: str, folder: Path, *only: str) -> list[Finding]:
                 url = f"https://127.0.0.1:{gateway_port}/{role}"
