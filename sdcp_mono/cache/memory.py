@@ -103,8 +103,10 @@ class MemoryObjects:
     def free_bytes(self) -> int:
         return self._capacity - self._used
 
-    async def put(self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None) -> ObjectMeta:
-        """Store once. Without ``ttl_ms`` the object stays until it is deleted.
+    async def put(
+        self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None, etag: str | None = None
+    ) -> ObjectMeta:
+        """Store once. Without ``ttl_ms`` the object stays until it is deleted; a copy has the ``etag`` of its original.
 
         Raises ``Conflict`` if the URI is taken, ``OverQuota`` or ``Unavailable`` if there is no room, ``Malformed`` for
         a URI and ``Unprocessable`` for a TTL that can't be.
@@ -121,7 +123,7 @@ class MemoryObjects:
             self._over += isinstance(refusal, OverQuota)
             self._refused += not isinstance(refusal, OverQuota)
             raise refusal
-        etag = f'"{next(self._etags)}"'
+        etag = etag or f'"{next(self._etags)}"'
         self._objects[uri] = _Object(value, size, scope, expires, etag)
         share = self._shares.setdefault(scope, _Share())
         share.used += size

@@ -75,7 +75,7 @@ class RoutedObjects:
             return await self.memory.put(uri, value, ttl_ms=ttl_ms)
         meta = await self.bucket.put(uri, value, ttl_ms=ttl_ms)
         with suppress(Conflict, Unavailable):  # it is stored; memory only answers sooner
-            await self.memory.put(uri, value, ttl_ms=ttl_ms)
+            await self.memory.put(uri, value, ttl_ms=ttl_ms, etag=meta.etag)
         return meta
 
     async def get(self, uri: str, scope: bytes | None) -> bytes | ByteSource | None:
@@ -191,6 +191,7 @@ class RoutedObjects:
 
     async def _put_kv(self, uri: str, value: bytes, ttl_ms: int | None) -> ObjectMeta:
         if self.tiers is None:
+            self.memory.sweep()
             if self.memory.used_bytes + len(value) > self.memory.free_bytes:
                 text = "no room for KV: half of memory is for rows and tokens; with tiers (kv_host_mb) there is more"
                 raise Unavailable(text, retry_after_ms=RETRY_MS)
