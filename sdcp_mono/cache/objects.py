@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
 from sdcp_mono.cache.blob import HEADER_BYTES, BadBlob, Blob, unpack
 from sdcp_mono.cache.leases import MAX_TTL_MS, RETRY_MS, Leases
@@ -260,14 +260,14 @@ class RoutedObjects:
     # ---- for people ------------------------------------------------------------------------------
 
     def stats(self) -> list[TierStats]:
-        """Of what is held in memory; the tiers have their own."""
-        return [self.memory.tier()]
+        """KV first, then what is held in memory."""
+        return [*(() if self.tiers is None else self.tiers.stats()), self.memory.tier()]
 
     def forced(self) -> dict[str, int]:
         """Leases that ran out, by holder."""
         return dict(self.memory.leases.forced + self.kv_leases.forced)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, int]:
         """Plain data for ``cache stat``."""
         stats = self.memory.stats()
         return {

@@ -78,7 +78,10 @@ class Tiered:
         if self.tiers is not None:
             self._caches = {
                 name: KvCache(
-                    self.tiers, AUTHORITY, TARGET_KV if name == "target" else PREFIX_KV, model.kv_dtype,
+                    self.tiers,
+                    AUTHORITY,
+                    TARGET_KV if name == "target" else PREFIX_KV,
+                    model.kv_dtype,
                     model.block_bytes,
                 )
                 for name, model in kv.items()
@@ -146,12 +149,19 @@ class Storage(Tiered):
         await self.log.adopt()
         await self.open(thread, self.stack)
 
+    def stats(self) -> list[TierStats]:
+        return [*super().stats(), self.objects.memory.tier()]
+
     async def report(self, check: bool = False) -> dict[str, Any]:
         """With ``check`` every log is read to its end."""
-        report = await super().report()
-        report["objects"] = self.objects.counts()
-        report["logs"] = await check_logs(self.log) if check else {"logs": len(await self.log.names())}
-        return report
+        return await super().report() | await report_stores(self.objects, self.log, check)
+
+
+async def report_stores(objects: RoutedObjects, log: KeptLogs, check: bool) -> dict[str, Any]:
+    """Plain data for ``cache stat``: what is neither KV nor a tier. Leases that ran out are named by their holder."""
+    report = {"objects": objects.counts(), "leases that ran out": objects.forced()}
+    logs = await check_logs(log) if check else {"logs": len(await log.names())}
+    return {name: facts for name, facts in report.items() if facts} | {"logs": logs}
 
 
 def rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:
