@@ -17,8 +17,10 @@ from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.objects import LONGEST_MS, OCTETS, RoutedObjects
 from sdcp_mono.cache.slabs import slot_bytes
 from sdcp_mono.cache.tiers import Tiers
+from sdcp_mono.compose.storage import Tiered
 from sdcp_mono.core.ports import Got, ServedObjects
 from sdcp_mono.core.problems import Conflict, OverQuota, Unavailable
+from sdcp_mono.settings import TierSettings
 
 SCOPE, OTHER = bytes(range(16)), bytes(16)
 SIZE = 8192
@@ -274,6 +276,29 @@ def test_without_tiers_kv_leaves_room_for_rows(world: Any, clock: Any) -> None:
             clock.pass_ms(600_000)
             await w.objects.put(named("target_kv", "b"), b"x")
             assert w.places(uri) == set()
+
+    run(test())
+
+
+def test_decision_7_a_draft_models_prefix_is_neither_target_kv_nor_draft_kv() -> None:
+    """What its blocks are called, and that this kind reaches the tiers."""
+
+    class Blocks:
+        kv_dtype, block_bytes = "float32", SIZE
+
+    async def test() -> None:
+        models: Any = {"target": Blocks(), "model:small": Blocks()}
+        tiered = Tiered(TierSettings(kv_host_mb=1, kv_disk_mb=0), models, None)
+        assert tiered.tiers is not None
+        tiered.tiers.start()
+        try:
+            for cache in tiered._caches.values():
+                assert cache.offer(b"k" * 32, None, memoryview(bytes(SIZE)), lambda: None)
+            assert await asyncio.to_thread(tiered.tiers.settle)
+            for kind, there in (("target_kv", True), ("prefix_kv", True), ("draft_kv", False)):
+                assert tiered.tiers.contains(f"mlc://local/-/{kind}/{(b'k' * 32).hex()}") is there
+        finally:
+            await tiered.tiers.stop()
 
     run(test())
 
