@@ -110,6 +110,11 @@ class StoreSettings(Common):
         "empty: an SQLite file in the data folder.",
     )  # fmt: skip
     objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
+    scope_percent: int = Field(
+        50, ge=1, le=100,
+        description="Share of the objects' memory and number that one scope may take: no tenant takes all of it, and "
+        "one alone still has room for twice what 32 sessions need.",
+    )  # fmt: skip
     kept_logs: int = Field(1000, ge=0, description="Logs of ended sessions that are kept, to resume and to replay.")
 
 
@@ -192,16 +197,28 @@ class RouterSettings(LinkSettings, AdmissionSettings):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of the verifiers: part of the identity.")
 
 
-class VerifierSettings(LinkSettings, ModelSettings):
+class SharedKvSettings(TierSettings):
+    """KV between instances."""
+
+    kv_shared: bool = Field(
+        True, description="Keep a copy of committed tokens' KV in the cache, and load what another instance computed."
+    )
+
+
+class VerifierSettings(LinkSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono verifier``: the target model."""
 
 
-class DrafterSettings(LinkSettings, DraftSettings, ModelSettings):
+class DrafterSettings(LinkSettings, DraftSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono drafter``: draft models."""
 
 
-class CacheSettings(LinkSettings, StoreSettings):
-    """``sdcp-mono cache serve``: objects and commit logs."""
+class CacheSettings(LinkSettings, StoreSettings, TierSettings):
+    """``sdcp-mono cache serve``: objects, KV and commit logs."""
+
+    http_host: str = Field("127.0.0.1", description="Address of the same resources over HTTP/2, for other engines.")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of them; 0: gRPC only.")
+    http_tls_name: str = Field("", description="File name of their pair without .pem; empty: that of gRPC.")
 
 
 def _names(value: object) -> object:

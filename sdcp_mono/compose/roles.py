@@ -12,15 +12,23 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import uvicorn
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from sdcp_mono import certs
 from sdcp_mono.cache.kept_logs import KeptLogs
-from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.compose.logs import open_log
 from sdcp_mono.compose.models import LoadedDrafters, Progress, load_drafters, load_target
 from sdcp_mono.compose.serving import Server
-from sdcp_mono.compose.storage import AUTHORITY, MIB, Tiered, prefill_seconds, rows_from_bytes
+from sdcp_mono.compose.storage import (
+    AUTHORITY,
+    Tiered,
+    open_objects,
+    open_tiers,
+    prefill_seconds,
+    report_stores,
+    rows_from_bytes,
+)
 from sdcp_mono.core import cbor
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import (
@@ -42,6 +50,8 @@ from sdcp_mono.grpc.client import DrafterClient, RouterClient, VerifierClient
 from sdcp_mono.grpc.server import Service, serve_grpc
 from sdcp_mono.grpc.services import DrafterService, RouterService, VerifierService
 from sdcp_mono.http_gateway.identity import Access
+from sdcp_mono.http_gateway.mlc import MlcResources
+from sdcp_mono.http_gateway.server import Resources, serve_gateway
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
 from sdcp_mono.roles.batching import Batcher
@@ -58,6 +68,7 @@ from sdcp_mono.settings import (
 )
 from sdcp_mono.telemetry.http import HttpMetrics
 from sdcp_mono.telemetry.metrics import RoleMetrics
+from sdcp_mono.telemetry.tiers import TierMetrics
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +145,16 @@ class Links:
             serve_grpc(host=host.strip("[]"), port=int(port), files=self.files, access=self.access, services=services)
         )
 
+    async def serve_http(self, resources: Resources, settings: CacheSettings) -> None:
+        """The same under the path of our base URI, over HTTP/2 with mutual TLS."""
+        name = settings.http_tls_name
+        await self.stack.enter_async_context(
+            serve_gateway(
+                host=settings.http_host, port=settings.http_port, access=self.access, roles={settings.base: resources},
+                files=certs.files(self.files.key.parent, name) if name else self.files,
+            )
+        )  # fmt: skip
+
 
 def token_fetcher(objects: ObjectStore) -> TokenFetcher:
     """The token ids behind a reference to the cache (AMB-037)."""
@@ -153,13 +174,27 @@ def token_fetcher(objects: ObjectStore) -> TokenFetcher:
 
 async def run_cache(settings: CacheSettings, progress: Progress, ready: Ready) -> None:
     """``sdcp-mono cache serve``."""
-    async with AsyncExitStack() as stack, _status(settings, CollectorRegistry()) as status:
+    registry = CollectorRegistry()
+    async with AsyncExitStack() as stack, _status(settings, registry) as status:
         links = Links(settings, "mlc", stack)
-        log = KeptLogs(await asyncio.to_thread(open_log, settings.log, settings.data_dir, stack), settings.kept_logs)
+        store = await asyncio.to_thread(open_log, settings.log, settings.data_dir, stack)
+        log = KeptLogs(store, settings.kept_logs)
         await log.adopt()  # those of live sessions are among the newest, which are kept
-        objects = MemoryObjects(settings.objects_mb * MIB)
+        tiers = await asyncio.to_thread(open_tiers, settings)
+        if tiers is not None:
+            tiers.start()
+            stack.push_async_callback(tiers.stop)
+        objects = open_objects(settings, tiers)
+        TierMetrics(registry, objects.stats, dict, objects)
         await links.serve((ObjectStoreService(objects), CommitLogService(log)))
-        await status.until_told(lambda: {"role": "cache"}, lambda: ready(settings.base))
+        if settings.http_port:
+            await links.serve_http(MlcResources(objects, store, AUTHORITY).resources, settings)
+
+        async def report(check: bool) -> dict[str, Any]:
+            told = {"tiers": [structs.asdict(tier) for tier in objects.stats()]}
+            return told | await report_stores(objects, log, check)
+
+        await status.until_told(lambda: {"role": "cache"}, lambda: ready(settings.base), report)
 
 
 async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Ready) -> None:
@@ -180,7 +215,8 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
             rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
-        tiered = Tiered(settings, loaded.kv, remote=objects)
+        tiered = Tiered(settings, loaded.kv, remote=objects if settings.kv_shared else None)
+        TierMetrics(registry, tiered.stats, tiered.counts)
         await tiered.open(loaded.thread, stack)
         verifier = Verifier(
             settings.base, engine, loaded.target, score, links.log(),
@@ -211,7 +247,8 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
             raise ValueError("draft: a drafter needs at least one; leave it out for the best that ships")
         objects, card = links.objects(), loaded.card
         observer = RoleMetrics(registry, tuple(model.name for model, _ in loaded.drafts), 64)
-        tiered = Tiered(settings, loaded.kv, remote=None)
+        tiered = Tiered(settings, loaded.kv, remote=objects if settings.kv_shared else None)
+        TierMetrics(registry, tiered.stats, tiered.counts)
         await tiered.open(loaded.thread, stack)
         sources: list[Source] = []
         for model, instant in loaded.drafts:

@@ -15,6 +15,10 @@ from sdcp_mono.core.problems import Malformed
 # 16 octets are 22 characters, of which the last holds two bits: exactly one text per session.
 _SESSION: Final = re.compile(r"[A-Za-z0-9_-]{21}[AQgw]")
 _BASE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[!-~]{1,2000}")  # printable ASCII, as long as HTTP stacks allow
+# Kinds of objects that are of use from a proposal to its verdict (section 8), and how long they live unless leased.
+SHORT_LIVED: Final = frozenset({"q_rows", "draft_kv"})
+SHORT_TTL_MS: Final = 60_000  # a round and its wait in the batch queue take seconds at worst
+
 _DEFAULT_PORTS: Final = {"https": 443, "http": 80}
 
 # One spelling per object: no upper case where it means nothing, no escapes, no empty or dotted segment.

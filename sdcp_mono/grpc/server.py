@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -166,8 +166,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _stream(self, name: str, handle: Callable[[Any, Context], AsyncIterator[Any]]) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._call(name, context):
-                async for message in handle(request, context):
+            # Closed when the caller leaves, not when somebody collects garbage: it may hold what it sends.
+            async with self._call(name, context), aclosing(handle(request, context)) as messages:  # type: ignore[type-var]
+                async for message in messages:
                     yield message
 
         return guarded

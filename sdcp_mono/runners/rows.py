@@ -51,6 +51,11 @@ class QRows:
     def __len__(self) -> int:
         return len(self.points) if self.rows is None else self.rows.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Of ``to_bytes``, without making them."""
+        return len(self) * self.vocab_size * 4
+
     def of(self, i: int, token: int) -> float:
         """q[i](token), i from 0."""
         return float(self.points[i] == token) if self.rows is None else float(self.rows[i, token])
