@@ -202,11 +202,14 @@ class Tiers:
             return True
         with pin:
             try:
-                return self.disk.write(pin.blob, pin.data, pin.crc)
+                saved = self.disk.write(pin.blob, pin.data, pin.crc)
+                if pin.dropped:  # while it was written: it must not come back
+                    self.disk.drop(key)
             except Exception:
                 self._unsaved += 1
                 log.exception("an object could not be written to disk")
                 return False
+            return saved
 
     # ---- up: to the device -----------------------------------------------------------------------
 
@@ -342,8 +345,9 @@ class Tiers:
     def drop(self, uri: str) -> bool:
         """Forget an object in every tier of this process."""
         key = Blob(uri, 0).key
+        above = self.host.drop(key)  # first, so that who is saving it to disk sees that it is gone
         below = self.disk is not None and self.disk.drop(key)
-        return self.host.drop(key) or below
+        return above or below
 
     def _find(self, uri: str) -> Blob | None:
         key = Blob(uri, 0).key

@@ -236,6 +236,23 @@ def test_of_two_puts_of_one_uri_one_succeeds(tmp_path: Path) -> None:
     run(main())
 
 
+def test_what_is_dropped_while_it_is_written_to_disk_does_not_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (made, disk):
+            await stored(made, 0)
+            disk.go.clear()
+            disk.reached.clear()
+            (await made.load([blob(0)], 5.0)).close()  # its second use
+            await until(disk.reached.is_set)
+            assert made.drop(blob(0).uri)
+            disk.go.set()
+            await asyncio.to_thread(made.settle)
+            assert disk.stats().stored == 1
+            assert not made.contains(blob(0).uri)
+
+    run(main())
+
+
 # ---- the disk fails or hangs -----------------------------------------------------------------------------------------
 
 
