@@ -434,12 +434,13 @@ def _settings_of(kind: type[S], **flags: Any) -> S:
 def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
     from sdcp_mono.cache.commit_log import CommitLogUnusable
+    from sdcp_mono.cache.segments import TierUnusable
     from sdcp_mono.core.problems import Refusal
     from sdcp_mono.frontend.errors import ApiError
 
     try:
         yield
-    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable) as error:
+    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, TierUnusable) as error:
         err.print(f"[red]error[/] {error}")
         raise typer.Exit(1) from None
 

@@ -109,6 +109,11 @@ class StoreSettings(Common):
         description="Commit logs: postgresql://… (extra postgres) or s3://…, gs://…, az://… (extra objectstore); "
         "empty: an SQLite file in the data folder.",
     )  # fmt: skip
+    objects: str = Field(
+        "",
+        description="What of the objects others share, and KV that outlives this process: s3://…, gs://…, az://… or "
+        "file:///… (extra objectstore); empty: in memory and in this process's tiers only.",
+    )  # fmt: skip
     objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
     scope_percent: int = Field(
         50, ge=1, le=100,

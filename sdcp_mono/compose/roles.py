@@ -184,7 +184,7 @@ async def run_cache(settings: CacheSettings, progress: Progress, ready: Ready) -
         if tiers is not None:
             tiers.start()
             stack.push_async_callback(tiers.stop)
-        objects = open_objects(settings, tiers)
+        objects = await asyncio.to_thread(open_objects, settings, tiers)
         TierMetrics(registry, objects.stats, dict, objects)
         await links.serve((ObjectStoreService(objects), CommitLogService(log)))
         if settings.http_port:

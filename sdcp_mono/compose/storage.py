@@ -21,7 +21,7 @@ from sdcp_mono.cache.objects import RoutedObjects
 from sdcp_mono.cache.stats import TierStats
 from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.cache.transfers import Transfers
-from sdcp_mono.compose.logs import open_log
+from sdcp_mono.compose.logs import open_bucket, open_log
 from sdcp_mono.core.kv import HoldsKv, KvTiers
 from sdcp_mono.core.ports import ObjectStore
 from sdcp_mono.core.speculation import CostTable
@@ -57,8 +57,9 @@ def open_tiers(settings: TierSettings, remote: ObjectStore | None = None) -> Tie
 
 
 def open_objects(settings: StoreSettings, tiers: Tiers | None) -> RoutedObjects:
-    """The objects that this process serves: each kind in memory or in its tiers."""
-    return RoutedObjects(MemoryObjects(settings.objects_mb * MIB, scope_percent=settings.scope_percent), tiers)
+    """The objects that this process serves: each kind in memory, in its tiers, or in the bucket; blocks."""
+    memory = MemoryObjects(settings.objects_mb * MIB, scope_percent=settings.scope_percent)
+    return RoutedObjects(memory, tiers, open_bucket(settings.objects) if settings.objects else None)
 
 
 def prefill_seconds(cost: CostTable, budget: int, tokens: int) -> float:
