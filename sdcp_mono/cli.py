@@ -314,13 +314,14 @@ def cache_serve(
     drafters: PeersOption = None,
     tls_dir: TlsOption = None,
     tls_name: NameOption = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of the same over HTTP/2, for other engines.")] = None,
     data: DataOption = None,
 ) -> None:
-    """The cache alone: commit logs and objects for the other roles, over gRPC."""
+    """The cache alone: commit logs, objects and KV for the other roles, over gRPC and HTTP."""
     from sdcp_mono import compose
 
-    peers = {"routers": routers, "verifiers": verifiers, "drafters": drafters}
-    settings = _settings_of(CacheSettings, **peers, base=base, tls_dir=tls_dir, tls_name=tls_name, data_dir=data)
+    flags = {"base": base, "tls_dir": tls_dir, "tls_name": tls_name, "http_port": http_port, "data_dir": data}
+    settings = _settings_of(CacheSettings, **flags, routers=routers, verifiers=verifiers, drafters=drafters)
     _run_role("cache", settings, compose.run_cache)
 
 

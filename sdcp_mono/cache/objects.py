@@ -62,7 +62,7 @@ class RoutedObjects:
     # ---- ObjectStore -----------------------------------------------------------------------------
 
     async def put(self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None) -> ObjectMeta:
-        """Store once. Short-lived kinds live a minute, or ``ttl_ms`` up to ten; KV as long as it is of use.
+        """Store once. Short-lived kinds live three minutes, or ``ttl_ms`` up to ten; KV as long as it is of use.
 
         Raises ``Conflict`` if the URI is taken, ``OverQuota`` or ``Unavailable`` if there is no room.
         """

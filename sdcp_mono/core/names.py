@@ -17,7 +17,8 @@ _SESSION: Final = re.compile(r"[A-Za-z0-9_-]{21}[AQgw]")
 _BASE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[!-~]{1,2000}")  # printable ASCII, as long as HTTP stacks allow
 # Kinds of objects that are of use from a proposal to its verdict (section 8), and how long they live unless leased.
 SHORT_LIVED: Final = frozenset({"q_rows", "draft_kv"})
-SHORT_TTL_MS: Final = 60_000  # a round and its wait in the batch queue take seconds at worst
+# A proposal whose answer is lost is sent again after a minute, with the same rows; whoever is done deletes them.
+SHORT_TTL_MS: Final = 180_000
 
 _DEFAULT_PORTS: Final = {"https": 443, "http": 80}
 

@@ -18,6 +18,7 @@ from sdcp_mono.cache.objects import LONGEST_MS, OCTETS, RoutedObjects
 from sdcp_mono.cache.slabs import slot_bytes
 from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.compose.storage import Tiered
+from sdcp_mono.core.names import SHORT_TTL_MS
 from sdcp_mono.core.ports import Got, ServedObjects
 from sdcp_mono.core.problems import Conflict, OverQuota, Unavailable
 from sdcp_mono.settings import TierSettings
@@ -171,7 +172,7 @@ def test_draft_artifacts_live_shortly_unless_leased(world: Any, clock: Any, kind
             await w.objects.put(named(kind, "a"), b"x")
             await w.objects.put(named(kind, "b"), b"x", ttl_ms=24 * 3600 * 1000)
             await w.objects.put(named("prompt"), b"x")
-            clock.pass_ms(59_999)
+            clock.pass_ms(SHORT_TTL_MS - 1)
             assert await w.objects.lease(named(kind, "a"), 5000) is not None
             clock.pass_ms(4999)
             assert await w.objects.get(named(kind, "a"), SCOPE) == b"x"

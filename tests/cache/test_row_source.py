@@ -51,7 +51,7 @@ def problem(rows: LocalRows, uri: str, tokens: tuple[int, ...] = (1, 2), scope: 
 
 
 @pytest.mark.parametrize(("scope", "segment"), [(SCOPE, SCOPE.hex()), (None, "-")])
-def test_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | None, segment: str) -> None:
+def test_sdcp_193_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | None, segment: str) -> None:
     port: RowSource = rows
     value = Rows((1, 2))
     uri = asyncio.run(port.publish(value, scope))
@@ -60,7 +60,7 @@ def test_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | Non
     assert asyncio.run(port.publish(value, scope)) != uri
 
 
-def test_rows_are_checked_against_the_tokens(rows: LocalRows) -> None:
+def test_amb_133_rows_are_checked_against_the_tokens(rows: LocalRows) -> None:
     uri = asyncio.run(rows.publish(Rows((1, 2)), SCOPE))
     assert problem(rows, uri, (1, 3)) is False
 
@@ -70,7 +70,7 @@ def test_rows_are_checked_against_the_targets_vocabulary(rows: LocalRows, object
     assert problem(LocalRows(objects, "local", V + 1), uri) is False
 
 
-def test_rows_of_another_scope_or_place_are_unavailable(rows: LocalRows, objects: MemoryObjects) -> None:
+def test_amb_137_rows_of_another_scope_or_place_are_unavailable(rows: LocalRows, objects: MemoryObjects) -> None:
     uri = asyncio.run(rows.publish(Rows((1, 2)), SCOPE))
     assert problem(rows, uri, scope=OTHER)
     assert problem(rows, uri, scope=None)

@@ -128,7 +128,7 @@ def test_a_scope_beyond_its_share_is_told_and_nobody_else_is(kit: Any) -> None:
     kit.run(test)
 
 
-@pytest.mark.parametrize(("kind", "minutes"), [("q_rows", 1), ("draft_kv", 1), ("prompt", 10)])
+@pytest.mark.parametrize(("kind", "minutes"), [("q_rows", 3), ("draft_kv", 3), ("prompt", 10)])
 def test_a_kind_has_its_life(kit: Any, kind: str, minutes: int) -> None:
     """Where the writer names no TTL; a lease outlasts it, and is counted under who let it run out."""
 

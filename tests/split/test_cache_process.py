@@ -47,13 +47,14 @@ class Cache:
     def start(self) -> None:
         peers = [f"--{role}s={self.bases[role]}" for role in ("router", "verifier", "drafter")]
         environment = {
-            **os.environ, "SDCP_HTTP_PORT": str(self.ports["http"]), "SDCP_STATUS_PORT": str(self.ports["status"]),
+            **os.environ, "SDCP_STATUS_PORT": str(self.ports["status"]),
             "SDCP_KV_HOST_MB": "16", "SDCP_KV_DISK_MB": "32", "SDCP_KV_DISK_FLOOR_MB": "0",
         }  # fmt: skip
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "sdcp_mono", "cache", "serve", "--base", self.bases["mlc"], "--tls-dir",
-                str(self.folder / "certs"), "--data", str(self.folder / "data"), *peers,
+                str(self.folder / "certs"), "--data", str(self.folder / "data"), "--http-port",
+                str(self.ports["http"]), *peers,
             ],
             stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
