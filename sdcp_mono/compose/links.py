@@ -139,8 +139,11 @@ class Channels:
         channel, _ = self._open.pop(base, (None, now))
         channel = channel or self.make(base)
         self._open[base] = channel, now
-        while len(self._open) > self._most or now - next(iter(self._open.values()))[1] > self._idle_seconds:
-            _, (old, _) = self._open.popitem(last=False)
+        while len(self._open) > 1:
+            oldest, (old, used) = next(iter(self._open.items()))
+            if len(self._open) <= self._most and now - used <= self._idle_seconds:
+                break
+            del self._open[oldest]
             self._closing.start(old.close(CLOSE_SECONDS))
         return channel
 
