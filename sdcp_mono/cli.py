@@ -164,18 +164,30 @@ def certs_init(
         list[str] | None,
         typer.Option(help="NAME=BASE of one instance of a split, repeatable: these instead of one of each role."),
     ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=BASE of a pool, repeatable: one certificate for all instances one label below BASE."),
+    ] = None,
 ) -> None:
     """Make a development CA and one certificate for each role, keys readable by you alone."""
     from sdcp_mono import certs
 
     with _failures():
         roles = certs.base_uris(port, *(host or ())[:1])
-        if instance:
-            roles = {name: base for name, _, base in (one.partition("=") for one in instance)}
-            if not all(name and base for name, base in roles.items()):
-                raise ValueError("instance: expected NAME=BASE, such as verifier-0=https://127.0.0.1:9001/verifier/")
-        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, ca=ca)
+        pools = _bases_by_name("pool", pool)
+        if instance or pool:
+            roles = _bases_by_name("instance", instance)
+        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, pools=pools, ca=ca)
     out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
+
+
+def _bases_by_name(option: str, given: list[str] | None) -> dict[str, str]:
+    from sdcp_mono.core.names import normalise_base
+
+    found = {name: base for name, _, base in (one.partition("=") for one in given or ())}
+    if not all(name and base for name, base in found.items()):
+        raise ValueError(f"{option}: expected NAME=BASE, such as verifier-0=https://127.0.0.1:9001/verifier/")
+    return {name: normalise_base(base) for name, base in found.items()}
 
 
 @app.command("conformance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.names import normalise_base, normalise_pattern
 from sdcp_mono.core.problems import Malformed
 
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -171,9 +172,11 @@ class LinkSettings(Common):
     listen: str = Field("", description="HOST:PORT to listen on; empty: those of base.")
     tls_dir: Path | None = Field(None, description="ca.pem, and this instance's pair, as `certs init` makes them.")
     tls_name: str = Field("", description="File name of the pair without .pem; empty: the role's.")
-    routers: Names = Field((), description="Base URIs of the routers.")
-    verifiers: Names = Field((), description="Base URIs of the verifiers.")
-    drafters: Names = Field((), description="Base URIs of the drafters.")
+    routers: Names = Field(
+        (), description="Base URIs of the routers; https://*.HOST:PORT/ admits every instance one label below HOST."
+    )
+    verifiers: Names = Field((), description="Base URIs of the verifiers, or https://*.HOST:PORT/.")
+    drafters: Names = Field((), description="Base URIs of the drafters, or https://*.HOST:PORT/.")
     cache: str = Field("", description="Base URI of the cache.")
     status_host: str = Field("127.0.0.1", description="Address of /health and /metrics.")
     status_port: int = Field(0, ge=0, le=65535, description="Port of /health and /metrics; 0 lets the system choose.")
@@ -192,7 +195,7 @@ class LinkSettings(Common):
     @field_validator("routers", "verifiers", "drafters")
     @classmethod
     def _all_bases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _bases(value)
+        return _bases(value, normalise_pattern)
 
 
 class RouterSettings(LinkSettings, AdmissionSettings):
@@ -213,6 +216,10 @@ class SharedKvSettings(TierSettings):
 class VerifierSettings(LinkSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono verifier``: the target model."""
 
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Ranks the target is divided among: processes of this host, a GPU each, or CPUs."
+    )
+
 
 class DrafterSettings(LinkSettings, DraftSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono drafter``: draft models."""
@@ -230,8 +237,8 @@ def _names(value: object) -> object:
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 
-def _bases(value: tuple[str, ...]) -> tuple[str, ...]:
+def _bases(value: tuple[str, ...], normalise: Callable[[str], str] = normalise_base) -> tuple[str, ...]:
     try:
-        return tuple(map(normalise_base, value))
+        return tuple(map(normalise, value))
     except Malformed as malformed:
         raise ValueError(malformed.detail) from None

@@ -92,6 +92,10 @@ class ScoreRequest(Struct, frozen=True):
     top_logprobs: int = -1
 
 
+class ModelLost(RuntimeError):
+    """The model can't be used any more in this process: one of its ranks has died, say."""
+
+
 class ScoreFailure(Struct, frozen=True):
     """This request could not be scored; its neighbours in the batch are unaffected (AMB-145, AMB-146)."""
 

@@ -184,7 +184,7 @@ def _may_use_objects() -> None:
 
 def _may_use_logs() -> None:
     access, caller = current().access, current().caller
-    if caller.uri not in access.routers | access.verifiers:
+    if not (caller.uri in access.routers or caller.uri in access.verifiers):
         raise Forbidden("a commit log is for verifiers and routers")
 
 

@@ -20,7 +20,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
-from sdcp_mono.core.problems import Refusal, TooManyRequests, Unavailable
+from sdcp_mono.core.problems import Refusal, TooManyRequests
 from sdcp_mono.grpc import problems
 from sdcp_mono.grpc.calls import Call, Tracing, begin
 from sdcp_mono.grpc.channel import MAX_MESSAGE, PING_MS, PONG_MS
@@ -87,7 +87,7 @@ async def serve_grpc(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    files: PemFiles,
+    files: PemFiles | Pems,
     access: Access,
     services: Sequence[Service],
     tracing: Tracing | None = None,
@@ -99,7 +99,7 @@ async def serve_grpc(
     Port 0 lets the system choose. ``reflect``: tell the CA's identities what there is, for tools such as grpcurl.
     Raises ``OSError`` for a port or files that can't be used.
     """
-    pems = Pems(files)
+    pems = files if isinstance(files, Pems) else Pems(files)
     stopping = asyncio.Event()
     guard = Guard(access, stopping, tracing or Tracing(), calls_of_one)
     server = grpc.aio.server(interceptors=(guard,), options=_OPTIONS, maximum_concurrent_rpcs=CALLS)
@@ -192,7 +192,7 @@ class Guard(grpc.aio.ServerInterceptor):
             # The caller has gone, and hears nothing; or somebody here ended the task or what it waited for, and without
             # a status the caller would wait for its deadline.
             with suppress(grpc.aio.BaseError, Exception):
-                await problems.abort(context, Unavailable("the call was cancelled"))
+                await context.abort(grpc.StatusCode.CANCELLED, "the call was cancelled")
             raise
         except Exception as error:
             log.exception("%s failed", name)

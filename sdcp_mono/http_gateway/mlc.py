@@ -270,7 +270,8 @@ def _may_use_objects(call: Call) -> None:
 
 
 def _may_use_logs(call: Call) -> None:
-    if call.caller.uri not in call.gate.access.routers | call.gate.access.verifiers:
+    access = call.gate.access
+    if not (call.caller.uri in access.routers or call.caller.uri in access.verifiers):
         raise Forbidden("a commit log is for verifiers and routers")
 
 

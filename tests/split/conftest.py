@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -282,6 +283,13 @@ def split_certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kit(split_certs: Path, tmp_path: Path) -> Kit:
     return Kit(split_certs, tmp_path)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 @pytest.fixture

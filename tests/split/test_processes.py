@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +39,21 @@ class Cluster:
         certs.init(folder / "certs", roles=self.bases)
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
+    def tls_name(self, name: str) -> str:
+        return name
+
+    def listen(self, name: str) -> str:
+        return ""
+
+    def listed(self, kind: str) -> list[str]:
+        """What everybody is told of the instances of a kind."""
+        return [base for other, base in self.bases.items() if other.startswith(kind)]
+
     def start(self, name: str) -> None:
         role = name.partition("-")[0]
         command = {"mlc": ["cache", "serve"]}.get(role, [role])
         arguments = [
-            "--base", self.bases[name], "--tls-dir", str(self.folder / "certs"), "--tls-name", name,
+            "--base", self.bases[name], "--tls-dir", str(self.folder / "certs"), "--tls-name", self.tls_name(name),
             "--data", str(self.folder / name),
         ]  # fmt: skip
         peers = {
@@ -50,7 +61,7 @@ class Cluster:
             "verifier": ("routers", "drafters"), "drafter": ("routers", "verifiers"),
         }[role]  # fmt: skip
         for kind in peers:
-            for base in (base for other, base in self.bases.items() if other.startswith(kind[:-1])):
+            for base in self.listed(kind[:-1]):
                 arguments += [f"--{kind}", base]
         if role != "mlc":
             arguments += ["--cache", self.bases["mlc"], "--model", str(self.model), "--dtype", "float32"]
@@ -59,6 +70,7 @@ class Cluster:
         if role == "drafter":
             arguments += ["--draft", "ngram"]
         environment = {**os.environ, "SDCP_THREADS": "1", "SDCP_KV_MEMORY_MB": "16", "SDCP_LOG_LEVEL": "warning"}
+        environment["SDCP_LISTEN"] = self.listen(name)
         process = subprocess.Popen(
             [sys.executable, "-m", "sdcp_mono", *command, *arguments],
             stderr=subprocess.PIPE,
@@ -94,10 +106,13 @@ class Cluster:
                     for choice in chunk["choices"]:
                         yield choice["token_ids"]
 
-    def sessions_at(self, name: str) -> int:
+    def instances(self) -> dict[str, int]:
+        """The sessions at every instance that the router knows, by base."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/health", timeout=10) as answer:
-            instances = json.load(answer)["instances"]
-        return sum(i["sessions"] for i in instances if i["base"] == self.bases[name])
+            return {i["base"]: i["sessions"] for i in json.load(answer)["instances"]}
+
+    def sessions_at(self, name: str) -> int:
+        return self.instances().get(self.bases[name], 0)
 
     def stop(self) -> None:
         for process in self.processes.values():
@@ -145,3 +160,97 @@ def test_the_split_answers_and_survives_the_death_of_either_kind(cluster: Any) -
                 killed = True
         assert killed
         assert seen == expected(400)
+
+
+class Pools(Cluster):
+    """Verifiers and drafters are pools: instances at addresses of their own share a certificate; nobody lists them."""
+
+    NAMES = ("mlc", "router", "verifier-1", "drafter-1", "verifier-2", "drafter-2")
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        super().__init__(folder, model)
+        pools = {kind: f"https://{kind}.sdcp.test:{free_port()}/" for kind in ("verifier", "drafter")}
+        for n, name in enumerate(self.NAMES[2:], start=2):
+            self.bases[name] = pools[self.tls_name(name)].replace("://", f"://127-0-0-{n}.")
+        certs.init(folder / "certs", roles={name: self.bases[name] for name in ("mlc", "router")}, pools=pools)
+        self.patterns = {kind: base.replace("://", "://*.") for kind, base in pools.items()}
+
+    def tls_name(self, name: str) -> str:
+        return name.partition("-")[0]
+
+    def listen(self, name: str) -> str:
+        if name in ("mlc", "router"):
+            return ""
+        host, _, port = self.bases[name].removeprefix("https://").rstrip("/").rpartition(":")
+        return f"{host.partition('.')[0].replace('-', '.')}:{port}"
+
+    def listed(self, kind: str) -> list[str]:
+        return [self.patterns[kind]] if kind in self.patterns else super().listed(kind)
+
+
+class Requests:
+    """A stream of requests from several clients, until it is told to end."""
+
+    def __init__(self, cluster: Cluster, clients: int, tokens: int) -> None:
+        self._cluster, self._tokens = cluster, tokens
+        self.ending = threading.Event()
+        self.wrong: list[Any] = []
+        self.done = [0] * clients
+        self._threads = [threading.Thread(target=self._run, args=(client,)) for client in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, client: int) -> None:
+        try:
+            while not self.ending.is_set():
+                ids = [token for part in self._cluster.stream([10, 11, 12], self._tokens) for token in part]
+                if ids != expected(self._tokens):
+                    self.wrong.append(ids)
+                self.done[client] += 1
+        except Exception as error:
+            self.wrong.append(repr(error))
+
+    def more(self, requests: int) -> None:
+        """Wait until every client has finished so many more."""
+        goal = [done + requests for done in self.done]
+        while not self.wrong and any(done < least for done, least in zip(self.done, goal, strict=True)):
+            self._cluster.instances()  # takes its time
+        assert not self.wrong, self.wrong
+
+    def end(self) -> None:
+        self.ending.set()
+        for thread in self._threads:
+            thread.join(WAIT_SECONDS)
+        assert not self.wrong, self.wrong
+
+
+def test_instances_that_come_register_themselves_and_those_that_go_fail_no_request(tmp_path: Path, cyc: Path) -> None:
+    """A rolling restart: a second verifier and drafter come, the first ones get SIGTERM under a stream of requests."""
+    cluster = Pools(tmp_path, cyc)
+    first, second = ("verifier-1", "drafter-1"), ("verifier-2", "drafter-2")
+    try:
+        for name in ("mlc", "router", *first):
+            cluster.start(name)
+        for name in ("mlc", "router", *first):
+            cluster.answers(name)
+        requests = Requests(cluster, clients=3, tokens=300)
+        try:
+            requests.more(1)
+            for name in second:
+                cluster.start(name)
+            for name in second:
+                cluster.answers(name)
+            while not {cluster.bases[name] for name in second} <= cluster.instances().keys():
+                assert not requests.wrong, requests.wrong
+            requests.more(1)
+            for name in first:
+                while not cluster.sessions_at(name):
+                    assert not requests.wrong, requests.wrong
+                cluster.processes[name].send_signal(signal.SIGTERM)
+                assert cluster.processes[name].wait(WAIT_SECONDS) == 0
+            requests.more(2)
+        finally:
+            requests.end()
+        assert [cluster.sessions_at(name) for name in first] == [0, 0]
+    finally:
+        cluster.stop()
