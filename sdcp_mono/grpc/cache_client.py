@@ -37,6 +37,8 @@ class ObjectStoreClient:
 
     async def put(self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None) -> ObjectMeta:
         body = value if isinstance(value, bytes) else value.to_bytes()
+        if len(body) > MAX_OBJECT:  # said by the server too, but a refusal gets lost under what is still being sent
+            raise TooLarge(f"size: more than {MAX_OBJECT} octets")
 
         async def parts() -> AsyncIterator[pb.PutPart]:
             yield pb.PutPart(header=pb.PutHeader(uri=uri, size=len(body), ttl_ms=ttl_ms))

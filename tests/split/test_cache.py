@@ -215,6 +215,12 @@ def test_a_large_object_comes_in_pieces_both_ways(kit: Any, opened: Any, monkeyp
             assert await verifier.get_range(named("a"), SCOPE, PIECE - 5, 3 * PIECE) == large[PIECE - 5 : 3 * PIECE]
             with pytest.raises(TooLarge, match="size"):
                 await drafter.put(named("b"), large + b"x")
+
+            async def announced() -> AsyncIterator[pb.PutPart]:
+                yield pb.PutPart(header=pb.PutHeader(uri=named("b"), size=MAX_OBJECT + 1))
+
+            with pytest.raises(TooLarge, match="size"):
+                await drafter._channel.call(rpc.ObjectStoreStub, "Put", announced(), 10)
             monkeypatch.setattr(cache_service, "RECEIVING", 10)
             with pytest.raises(Unavailable, match="received") as busy:
                 await drafter.put(named("c"), bytes(11))
