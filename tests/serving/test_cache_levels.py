@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sdcp_mono import certs
 from sdcp_mono.cache.host import HostTier
 from sdcp_mono.cache.memory import MemoryObjects
 from sdcp_mono.cache.objects import RoutedObjects
+from sdcp_mono.cache.others import Others
 from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.core.messages import Rule, Sampling
 from sdcp_mono.core.names import MlcUri
@@ -174,11 +176,13 @@ def test_another_verifier_resumes_from_what_the_cache_holds(
             await asyncio.wrap_future(thread.submit(kv.pool.forget))
         async with replace(exact, data=tmp_path / name).node(draft, m=None if draft is None else 4) as node:
             tiers = node.storage.tiers
-            tiers.remote = ObjectStoreClient(channel)
+            for restorer in node.storage.restorers.values():
+                restorer._compute_seconds = lambda tokens: 60.0  # loading is worth it, however busy this machine is
+            tiers.others = Others(ObjectStoreClient(channel), partial(tiers.host.pin, use=False))
             answers = [await read(node, request) for request in requests]
             await asyncio.to_thread(tiers.settle)
-            await asyncio.gather(*tiers._sending)
-            return answers, node.storage.restorers["target"].restored, tiers.stats()[-1].hits
+            await tiers.others.sent()
+            return answers, node.storage.restorers["target"].restored, tiers.others.stats().hits
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
