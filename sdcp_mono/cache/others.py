@@ -13,13 +13,13 @@ from sdcp_mono.cache.blob import BadBlob, Blob, pack, unpack
 from sdcp_mono.cache.host import Pin
 from sdcp_mono.cache.stats import Rate, TierStats
 from sdcp_mono.core.names import MlcUri
-from sdcp_mono.core.ports import ObjectStore
+from sdcp_mono.core.ports import Got, ObjectStore
 from sdcp_mono.core.problems import Conflict
 
 log = logging.getLogger(__name__)
 
 STORE_SECONDS: Final = 10.0  # of storing one blob
-AT_ONCE: Final = 8  # blobs on their way to others, each a copy in memory; and fetches of one load
+AT_ONCE: Final = 8  # blobs on their way to others, each a copy in memory; and asked for together
 WAITING: Final = 512  # blobs to be stored, of which only the names wait: the blocks of a long prompt
 GUESS: Final = 5e7  # bytes a second before anything was measured: careful, not hopeless
 
@@ -59,7 +59,7 @@ class Others:
         for start in range(0, len(blobs), AT_ONCE):
             some = blobs[start : start + AT_ONCE]
             started = time.perf_counter()
-            came = await asyncio.gather(*(self._fetch(blob, take) for blob in some))
+            came = [await self._keep(blob, got, take) for blob, got in zip(some, await self._get(some), strict=True)]
             self.rate.measured(sum(came), time.perf_counter() - started)
             if not all(came):
                 return
@@ -88,23 +88,26 @@ class Others:
                 self._counts["errors"] += 1
                 log.debug("a blob could not be stored with others: %s", error)
 
-    async def _fetch(self, blob: Blob, take: Callable[[Blob, memoryview], bool]) -> int:
-        """The bytes that came; 0 where nobody has it, or there is no room."""
+    async def _get(self, blobs: Sequence[Blob]) -> Sequence[Got]:
+        """All of one scope: they are the blocks of one prefix."""
         try:
-            value = await self._store.get(blob.uri, MlcUri.parse(blob.uri).scope)
-            if value is None:
-                self._counts["misses"] += 1
-                return 0
-            found, payload = unpack(value if isinstance(value, bytes) else value.to_bytes(), blob.uri)
+            return await self._store.get_many([blob.uri for blob in blobs], MlcUri.parse(blobs[0].uri).scope)
+        except Exception as error:  # down, slow, or confused: the KV is computed instead
+            log.debug("blobs could not be fetched: %s", error)
+            return [Got("failed")] * len(blobs)
+
+    async def _keep(self, blob: Blob, got: Got, take: Callable[[Blob, memoryview], bool]) -> int:
+        """The bytes that came; 0 where nobody has it, it is damaged, or there is no room."""
+        if got.value is None:
+            self._counts["errors" if got.status == "failed" else "misses"] += 1
+            return 0
+        try:
+            found, payload = unpack(got.value if isinstance(got.value, bytes) else got.value.to_bytes(), blob.uri)
             if found != blob:
                 raise BadBlob(f"{found.size} bytes of {found.dtype} instead of {blob.size} of {blob.dtype}")
         except BadBlob as bad:
             self._counts["corrupt"] += 1
             log.error("what others hold of %s can't be used: %s", blob.uri, bad)
-            return 0
-        except Exception as error:  # down, slow, or confused: the KV is computed instead
-            self._counts["errors"] += 1
-            log.debug("a blob could not be fetched: %s", error)
             return 0
         if not await asyncio.to_thread(take, blob, payload):
             return 0
