@@ -43,6 +43,7 @@ from sdcp_mono.roles.verifier import Verifier
 from sdcp_mono.settings import Settings
 
 HANG_SECONDS = 60  # far above what any test takes: a test that hangs should say so
+END_SECONDS = 10  # for tasks that end by themselves
 VOCAB = 64
 CARD = ModelCard("toy", b"t" * 32, b"k" * 32, VOCAB, 4096)
 EDGES = {token: (5 * token + 7) % VOCAB for token in range(VOCAB)}  # one cycle through all ids
@@ -263,10 +264,8 @@ class Kit:
         async def main() -> Any:
             before = asyncio.all_tasks()
             answer = await asyncio.wait_for(work, HANG_SECONDS)
-            for _ in range(100):  # the library's own tasks end a few turns of the loop later
-                if not (left := asyncio.all_tasks() - before):
-                    break
-                await asyncio.sleep(0)
+            if left := asyncio.all_tasks() - before:  # the library's own tasks end a little later
+                _, left = await asyncio.wait(left, timeout=END_SECONDS)
             assert not left, left
             return answer
 
