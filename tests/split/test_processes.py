@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sdcp_mono import certs
 
@@ -45,6 +47,10 @@ class Cluster:
     def listen(self, name: str) -> str:
         return ""
 
+    def more(self, name: str) -> dict[str, str]:
+        """Further environment."""
+        return {}
+
     def listed(self, kind: str) -> list[str]:
         """What everybody is told of the instances of a kind."""
         return [base for other, base in self.bases.items() if other.startswith(kind)]
@@ -70,7 +76,7 @@ class Cluster:
         if role == "drafter":
             arguments += ["--draft", "ngram"]
         environment = {**os.environ, "SDCP_THREADS": "1", "SDCP_KV_MEMORY_MB": "16", "SDCP_LOG_LEVEL": "warning"}
-        environment["SDCP_LISTEN"] = self.listen(name)
+        environment |= {"SDCP_LISTEN": self.listen(name), **self.more(name)}
         process = subprocess.Popen(
             [sys.executable, "-m", "sdcp_mono", *command, *arguments],
             stderr=subprocess.PIPE,
@@ -252,5 +258,58 @@ def test_instances_that_come_register_themselves_and_those_that_go_fail_no_reque
         finally:
             requests.end()
         assert [cluster.sessions_at(name) for name in first] == [0, 0]
+    finally:
+        cluster.stop()
+
+
+class Divided(Cluster):
+    """The first verifier's target is divided among two ranks."""
+
+    NAMES = ("mlc", "router", "verifier", "verifier-b")
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        super().__init__(folder, model)
+        self.status = free_port()
+
+    def more(self, name: str) -> dict[str, str]:
+        if name != "verifier":
+            return {}
+        return {"SDCP_TENSOR_PARALLEL": "2", "SDCP_STATUS_PORT": str(self.status)}
+
+    def ranks(self) -> list[int]:
+        pid = self.processes["verifier"].pid
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+    def answer(self, path: str) -> int:
+        """The verifier's own word on how it is."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.status}{path}", timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks would take a GPU each")
+def test_a_verifier_that_loses_a_rank_is_not_ready_and_its_sessions_go_on_elsewhere(tmp_path: Path, cyc: Path) -> None:
+    cluster = Divided(tmp_path, cyc)
+    try:
+        for name in ("mlc", "router", "verifier"):
+            cluster.start(name)
+        for name in ("mlc", "router", "verifier"):
+            cluster.answers(name)
+        assert cluster.answer("/health") == 200
+        (rank,) = cluster.ranks()
+        seen: list[int] = []
+        for part in cluster.stream([10, 11, 12], 400):
+            seen += part
+            if len(seen) >= 20 and "verifier-b" not in cluster.processes:
+                cluster.start("verifier-b")
+                os.kill(rank, signal.SIGKILL)
+        assert seen == expected(400)
+        assert (cluster.answer("/health"), cluster.answer("/health/live")) == (503, 503)
+        assert not cluster.sessions_at("verifier")
+        cluster.processes["verifier"].send_signal(signal.SIGTERM)
+        assert cluster.processes["verifier"].wait(WAIT_SECONDS) == 0
     finally:
         cluster.stop()
