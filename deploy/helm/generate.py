@@ -25,8 +25,9 @@ ROLES: Final[dict[str, type[Common]]] = {
 # What the chart sets itself, or what has no meaning in a pod.
 OWN: Final = {
     "base", "cache", "caches", "certs_dir", "data_dir", "drafters", "drain_seconds", "dtype", "gateway",
-    "gateway_host", "gateway_port", "host", "kit_port", "listen", "log", "log_level", "model", "objects", "port",
-    "routers", "status_host", "status_port", "tls_dir", "tls_name", "trusted_drafters", "verifiers",
+    "gateway_host", "gateway_port", "host", "http_host", "http_port", "http_tls_name", "kit_port", "listen", "log",
+    "log_level", "model", "objects", "port", "routers", "status_host", "status_port", "tls_dir", "tls_name",
+    "trusted_drafters", "verifiers",
 }  # fmt: skip
 
 Schema = dict[str, Any]

@@ -26,7 +26,6 @@ MODELS: dict[str, type[Common]] = {
     "all-in-one": Settings, "router": RouterSettings, "verifier": VerifierSettings, "drafter": DrafterSettings,
     "mlc": CacheSettings,
 }  # fmt: skip
-PENDING = {"SDCP_OBJECTS"}  # settings that are not there yet; nothing else may be missing
 WRITABLE = ("/data", "/tmp", "/dev/shm", "/tls")
 
 
@@ -139,13 +138,8 @@ def test_every_sdcp_variable_is_a_setting_of_its_role(pods: dict[str, Manifest])
     for name, (_, container) in plain(pods).items():
         fields = MODELS[role_of(name)].model_fields
         variables = {variable for variable in environment(container) if variable.startswith("SDCP_")}
-        assert {v for v in variables - PENDING if v.removeprefix("SDCP_").lower() not in fields} == set()
+        assert {v for v in variables if v.removeprefix("SDCP_").lower() not in fields} == set()
         assert "SDCP_DATA_DIR" in variables
-
-
-def test_pending_settings_are_still_missing() -> None:
-    """When one has arrived, take it from PENDING."""
-    assert {name for name in PENDING if name.removeprefix("SDCP_").lower() in CacheSettings.model_fields} == set()
 
 
 def test_settings_are_read_from_the_environment(
@@ -202,7 +196,7 @@ def test_settings_become_variables(pods: dict[str, Manifest]) -> None:
 
 
 @pytest.mark.parametrize("profile", ["external"], indirect=True)
-def test_passwords_come_from_secrets(manifests: tuple[Manifest, ...], pods: dict[str, Manifest]) -> None:
+def test_passwords_come_from_secrets(pods: dict[str, Manifest]) -> None:
     found = environment(plain(pods)["mlc"][1])
     assert found["SDCP_LOG"] == "postgresql://sdcp@db.example/sdcp"
     assert found["SDCP_OBJECTS"] == "s3://bucket/prefix"
@@ -212,8 +206,6 @@ def test_passwords_come_from_secrets(manifests: tuple[Manifest, ...], pods: dict
     for name, (_, container) in plain(pods).items():
         assert name == "mlc" or not {"PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "SDCP_LOG"} & environment(container).keys()
         assert environment(container)["OTEL_SERVICE_NAME"] == f"sdcp-mono-{role_of(name)}"
-    mlc = next(m for m in manifests if m["metadata"]["name"] == "demo-sdcp-mono-mlc" and m["kind"] == "StatefulSet")
-    assert "volumeClaimTemplates" not in mlc["spec"]
 
 
 @pytest.mark.parametrize("profile", ["split"], indirect=True)
@@ -236,3 +228,13 @@ def test_an_instance_is_named_after_its_address(
         )  # fmt: skip
         base = f"https://{label}.demo-sdcp-mono-{service}.prod.svc.cluster.local:9443/"
         assert told.stdout.strip() == f"{role_of(name)} {base}"
+
+
+def test_state_is_on_volumes_unless_told(profile: str, workloads: dict[str, Manifest]) -> None:
+    kept = {name for name, workload in workloads.items() if workload["spec"].get("volumeClaimTemplates")}
+    assert kept == {"off": set(), "all-in-one-off": set(), "all-in-one": {"all-in-one"}}.get(
+        profile, {"verifier", "mlc"}
+    )
+    for name in workloads.keys() - kept:
+        data = next(v for v in workloads[name]["spec"]["template"]["spec"]["volumes"] if v["name"] == "data")
+        assert "sizeLimit" in data["emptyDir"]
