@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sdcp_mono.cache.tiers import TierStats
+from sdcp_mono.telemetry.certificates import CertificateMetrics
 from sdcp_mono.telemetry.http import HttpMetrics
 from sdcp_mono.telemetry.metrics import RoleMetrics
 from sdcp_mono.telemetry.tiers import TierMetrics
@@ -33,6 +34,7 @@ def metrics() -> dict[str, set[str]]:
     registry = CollectorRegistry()
     RoleMetrics(registry, ("target",), 8)
     HttpMetrics(registry).count_request("/v1/completions", "m", 200, 1.0)
+    CertificateMetrics(registry, lambda: (90.0, 0))
     TierMetrics(registry, lambda: (TierStats("host"),), lambda: {"restored": 1})
     found: dict[str, set[str]] = {}
     for family in registry.collect():

@@ -188,6 +188,7 @@ def test_gpus(workloads: dict[str, Manifest], pods: dict[str, Manifest]) -> None
 def test_settings_become_variables(pods: dict[str, Manifest]) -> None:
     found = plain(pods)
     assert environment(found["verifier"][1])["SDCP_KV_MEMORY_MB"] == "2000000"  # not 2e+06
+    assert environment(found["verifier"][1])["SDCP_TENSOR_PARALLEL"] == "2"  # as many as GPUs
     assert environment(found["drafter-fast"][1])["SDCP_DRAFT"] == "ngram,quantized"
     for name in ("router", "verifier", "drafter-cheap"):
         container = found[name][1]

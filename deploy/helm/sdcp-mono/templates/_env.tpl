@@ -29,7 +29,11 @@
 {{- if has .role (list "mlc" "all-in-one") }}
 {{- include "sdcp.stores" $root }}
 {{- end }}
-{{- range $name, $value := .values.settings }}
+{{- $settings := .values.settings }}
+{{- if and (eq .role "verifier") (gt (int .values.gpu.count) 1) }}
+{{- $settings = merge (dict) $settings (dict "tensor_parallel" .values.gpu.count) }}
+{{- end }}
+{{- range $name, $value := $settings }}
 - {name: SDCP_{{ upper $name }}, value: {{ include "sdcp.setting" (dict "value" $value) }}}
 {{- end }}
 {{- if $values.otel.enabled }}

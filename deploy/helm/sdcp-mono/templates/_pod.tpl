@@ -57,9 +57,7 @@ spec:
         - init
         - /tls
         - --ca=/ca
-        - --instance={{ .role }}={{ include "sdcp.identity" . }}
-        - --host={{ include "sdcp.host" . }}
-        - --host=*.{{ include "sdcp.host" . }}
+        - --pool={{ .role }}={{ include "sdcp.identity" . }}
       env:
         - {name: HOME, value: /tmp}
       resources: {requests: {cpu: 100m, memory: 256Mi}, limits: {memory: 512Mi}}
