@@ -18,6 +18,7 @@ import yaml
 from cryptography import x509
 
 from sdcp_mono import certs
+from sdcp_mono.core.names import Bases, is_member, normalise_pattern
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "sdcp-mono"
 Manifest = dict[str, Any]
@@ -179,3 +180,30 @@ def test_every_pool_has_its_own_identity(render: Render) -> None:
     router = next(m for m in manifests if m["kind"] == "Deployment" and m["metadata"]["name"].endswith("router"))
     told = {v["name"]: v.get("value") for v in router["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert told["SDCP_DRAFTERS"] == ",".join(f"https://*.{host_of(f'drafter-{pool}')}:9443/" for pool in "ab")
+
+
+@pytest.mark.parametrize("profile", ["split", "gpu"], indirect=True)
+def test_peers_admit_each_other(pods: dict[str, Manifest]) -> None:
+    """Every instance is a member of the pool that its certificate names, and every list of peers admits it."""
+    told = {
+        name: {v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]}
+        for name, pod in pods.items()
+        if name != "test"
+    }
+    bases = {
+        name: variables["SDCP_BASE"].replace("$(POD_NAME)", f"demo-sdcp-mono-{name}-0")
+        if "SDCP_BASE" in variables
+        else f"https://10-1-2-3.{host_of(name)}:9443/"  # test_pods.py runs the command that makes it
+        for name, variables in told.items()
+    }
+    for name, base in bases.items():
+        identity = f"https://{host_of(name)}:9443/"
+        assert base == identity if name == "mlc" else is_member(base, identity)
+        for other, variables in told.items():
+            listed = variables.get(f"SDCP_{name.partition('-')[0].upper()}S", "")
+            for entry in filter(None, listed.split(",")):
+                assert normalise_pattern(entry) == entry
+            if listed:
+                assert base in Bases.of(listed.split(",")), (name, other)
+            if other != "mlc":
+                assert variables["SDCP_CACHE"] == bases["mlc"]
