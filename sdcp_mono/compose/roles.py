@@ -8,7 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import uvicorn
 from msgspec import structs
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from sdcp_mono.cache.kept_logs import KeptLogs
 from sdcp_mono.compose.links import Links
+from sdcp_mono.compose.loading import load_unless_told
 from sdcp_mono.compose.logs import open_log
 from sdcp_mono.compose.models import LoadedDrafters, Progress, load_drafters, load_target
 from sdcp_mono.compose.serving import Server
@@ -62,6 +63,7 @@ from sdcp_mono.telemetry.tiers import TierMetrics
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Ready = Callable[[str], None]
 
 GRACE_SECONDS: Final = 30  # for streams that are being read when a router stops
@@ -120,7 +122,7 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
         links = Links(settings, "verifier", stack, registry)
-        loaded = await asyncio.to_thread(load_target, settings, progress)
+        loaded = await status.load(partial(load_target, settings, progress))
         stack.callback(loaded.close)
         objects, card = links.objects(), loaded.card
         observer = RoleMetrics(registry, ("target",), 64)
@@ -163,7 +165,7 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
         links = Links(settings, "drafter", stack, registry)
-        loaded: LoadedDrafters = await asyncio.to_thread(load_drafters, settings, progress)
+        loaded: LoadedDrafters = await status.load(partial(load_drafters, settings, progress))
         stack.callback(loaded.thread.shutdown)
         if not loaded.drafts:
             raise ValueError("draft: a drafter needs at least one; leave it out for the best that ships")
@@ -209,7 +211,8 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
     async with AsyncExitStack() as stack:
         server, serving = await stack.enter_async_context(_http(app, settings.host, settings.port))
         links = Links(settings, "router", stack, registry)
-        folder = await asyncio.to_thread(resolve, settings.model, settings.data_dir, progress, dtype=settings.dtype)
+        find = partial(resolve, settings.model, settings.data_dir, progress, dtype=settings.dtype)
+        folder = await load_unless_told(find, serving)
         terms = Terms(
             m_max=settings.m_max, m_init=min(settings.m_init, settings.m_max), low_ratio=settings.low_ratio,
             active=settings.max_sessions, queue=settings.max_queue, wait_seconds=settings.queue_seconds,
@@ -241,6 +244,10 @@ class Status:
     def __init__(self, app: Any, serving: asyncio.Task[None]) -> None:
         self._app = app
         self._serving = serving
+
+    async def load(self, load: Callable[[], T]) -> T:
+        """What ``load`` answers; told to stop meanwhile, the process ends."""
+        return await load_unless_told(load, self._serving)
 
     async def until_told(
         self,

@@ -6,10 +6,12 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from sdcp_mono.compose.loading import load_unless_told
 from sdcp_mono.compose.models import Loaded, Progress, load
 from sdcp_mono.compose.node import Node
 from sdcp_mono.frontend import terminal
@@ -56,14 +58,8 @@ async def run(settings: Settings, progress: Progress, ready: Callable[[str], Non
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     serving = asyncio.create_task(server.serve())
-    loading = asyncio.create_task(asyncio.to_thread(load, settings, progress))
-    await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():  # the port is taken, or we were told to stop while loading
-        await serving
-        await asyncio.gather(loading, return_exceptions=True)
-        return
     try:
-        loaded = loading.result()
+        loaded = await load_unless_told(partial(load, settings, progress), serving)
         async with Node(loaded, registry, gateway=settings.gateway) as node:
             TierMetrics(registry, node.storage.stats, node.storage.counts, node.storage.objects)
             app.attach(node.serving, loaded.tokenizer, node.cache_report)

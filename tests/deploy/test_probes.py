@@ -122,3 +122,14 @@ def test_c_48_a_router_lists_no_model_while_it_loads(start: Start, tmp_path: Pat
     model.let_go()
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("role", ["verifier", "drafter", "router"])
+def test_c_48_told_to_stop_while_it_loads(start: Start, tmp_path: Path, cyc: Path, role: str) -> None:
+    """The model is never let go: who waits for it would be killed at the end of the grace period."""
+    model, port = SlowFolder(tmp_path, cyc), free_port()
+    ports = {"SDCP_PORT": port} if role == "router" else {"SDCP_STATUS_PORT": port}
+    process = start(role, SDCP_MODEL=model.path, SDCP_DTYPE="float32", SDCP_DRAFT="ngram", **ports)
+    model.wait_for_reader(port)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
