@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 1.0  # between two looks when nobody wakes it
 MAX_PAUSE_SECONDS: Final = 60.0  # after failures in a row: what keeps failing should not fill the log
+MAX_DOUBLINGS: Final = 16  # of a tick: 18 hours, past any pause; failures go on for ever, and a float ends at 2 ** 1024
 
 
 class Evictor:
@@ -56,4 +57,5 @@ class Evictor:
                 self.failures += 1
                 self._in_a_row += 1
                 log.exception("the evictor failed and goes on")
-                self._ended.wait(min(MAX_PAUSE_SECONDS, self._tick * 2.0**self._in_a_row))
+                doublings = min(self._in_a_row, MAX_DOUBLINGS)
+                self._ended.wait(min(MAX_PAUSE_SECONDS, self._tick * 2.0**doublings))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from sdcp_mono.cache.blob import BadBlob, Blob, pack, unpack
@@ -19,7 +19,9 @@ from sdcp_mono.core.problems import Conflict
 log = logging.getLogger(__name__)
 
 STORE_SECONDS: Final = 10.0  # of storing one blob
-AT_ONCE: Final = 8  # blobs on their way to others, each a copy in memory; and asked for together
+AT_ONCE: Final = (
+    8  # blobs on their way to others, each a copy in memory (128 MiB of the largest); and asked for together
+)
 WAITING: Final = 512  # blobs to be stored, of which only the names wait: the blocks of a long prompt
 GUESS: Final = 5e7  # bytes a second before anything was measured: careful, not hopeless
 
@@ -34,9 +36,12 @@ class Others:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._sending: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
+        self._ended = False
 
     def send_soon(self, blob: Blob) -> None:
-        """Let others find it; left out if too many wait."""
+        """Let others find it; left out if too many wait, or it is the end."""
+        if self._ended:
+            return
         if len(self._sending) >= WAITING:
             self._counts["refused"] += 1
             return
@@ -50,19 +55,34 @@ class Others:
             await asyncio.wait(self._sending)
 
     async def stop(self) -> None:
+        self._ended = True
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
 
-    async def fetch(self, blobs: Sequence[Blob], take: Callable[[Blob, memoryview], bool]) -> None:
-        """Give ``take`` what others hold of ``blobs``, on a thread; ends after the first that nobody has."""
+    async def fetch(self, blobs: Sequence[Blob], take: Callable[[Blob, memoryview], Awaitable[bool]]) -> None:
+        """Give ``take`` what others hold of ``blobs``; ends after the first that nobody has. Whatever fails is a miss.
+
+        What they hold is measured, and how long they leave whoever asks without it, also when nobody waits any more.
+        """
         for start in range(0, len(blobs), AT_ONCE):
             some = blobs[start : start + AT_ONCE]
-            started = time.perf_counter()
-            came = [await self._keep(blob, got, take) for blob, got in zip(some, await self._get(some), strict=True)]
-            self.rate.measured(sum(came), time.perf_counter() - started)
-            if not all(came):
+            started, came = time.perf_counter(), 0
+            try:
+                for blob, got in zip(some, await self._get(some), strict=True):
+                    if not (size := await self._keep(blob, got, take)):
+                        return
+                    came += size
+            except Exception as error:  # of the store or of the tiers: nobody who asks for KV is to hear of it
+                self._counts["errors"] += 1
+                log.error("what others answered could not be kept: %r", error)
                 return
+            finally:
+                seconds = time.perf_counter() - started
+                if came:
+                    self.rate.measured(came, seconds)
+                else:
+                    self.rate.at_most(sum(blob.size for blob in some), seconds)
 
     def stats(self) -> TierStats:
         counts = self._counts
@@ -91,12 +111,15 @@ class Others:
     async def _get(self, blobs: Sequence[Blob]) -> Sequence[Got]:
         """All of one scope: they are the blocks of one prefix."""
         try:
-            return await self._store.get_many([blob.uri for blob in blobs], MlcUri.parse(blobs[0].uri).scope)
+            answers = await self._store.get_many([blob.uri for blob in blobs], MlcUri.parse(blobs[0].uri).scope)
+            if len(answers) != len(blobs):
+                raise ValueError(f"{len(answers)} answers to {len(blobs)} questions")
+            return answers
         except Exception as error:  # down, slow, or confused: the KV is computed instead
             log.debug("blobs could not be fetched: %s", error)
             return [Got("failed")] * len(blobs)
 
-    async def _keep(self, blob: Blob, got: Got, take: Callable[[Blob, memoryview], bool]) -> int:
+    async def _keep(self, blob: Blob, got: Got, take: Callable[[Blob, memoryview], Awaitable[bool]]) -> int:
         """The bytes that came; 0 where nobody has it, it is damaged, or there is no room."""
         if got.value is None:
             self._counts["errors" if got.status == "failed" else "misses"] += 1
@@ -109,7 +132,7 @@ class Others:
             self._counts["corrupt"] += 1
             log.error("what others hold of %s can't be used: %s", blob.uri, bad)
             return 0
-        if not await asyncio.to_thread(take, blob, payload):
+        if not await take(blob, payload):
             return 0
         self._counts["hits"] += 1
         return blob.size

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import Struct
 
 LEARN: Final = 0.2  # weight of one measurement
+FORGET_SECONDS: Final = (
+    60.0  # a store that was slow is tried about once a minute: what is never asked is never measured
+)
 
 
 class TierStats(Struct, frozen=True):
@@ -34,16 +39,26 @@ class TierStats(Struct, frozen=True):
 
 
 class Rate:
-    """Bytes a second of a tier, as measured; ``guess`` before anything was."""
+    """Bytes a second of a tier, as measured; ``guess`` before anything was, and again when a slow one is long ago."""
 
-    __slots__ = ("bytes_per_second",)
+    __slots__ = ("_clock", "_guess", "_last", "bytes_per_second")
 
-    def __init__(self, guess: float) -> None:
+    def __init__(self, guess: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._guess, self._clock = guess, clock
+        self._last = clock()  # when it was measured
         self.bytes_per_second = guess
 
     def seconds(self, size: int) -> float:
-        return size / self.bytes_per_second
+        """What moving ``size`` bytes is expected to take."""
+        old = self._clock() - self._last > FORGET_SECONDS
+        return size / (max(self._guess, self.bytes_per_second) if old else self.bytes_per_second)
 
     def measured(self, size: int, seconds: float) -> None:
         if size and seconds > 0:
+            self._last = self._clock()
             self.bytes_per_second += LEARN * (size / seconds - self.bytes_per_second)
+
+    def at_most(self, size: int, seconds: float) -> None:
+        """``size`` bytes did not come in ``seconds``: it isn't faster than that, if it was believed to be."""
+        if size < self.bytes_per_second * seconds:
+            self.measured(size, seconds)

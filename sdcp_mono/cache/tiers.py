@@ -14,8 +14,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -40,6 +40,7 @@ CHUNK: Final = 8  # blobs a job loads: a long prefix is read by all threads, a s
 HOST_GUESS, DISK_GUESS = 2e9, 1e8  # bytes a second before anything was measured: careful, not hopeless
 SECOND_USE: Final = 2  # touches: storing counts as one
 GET_SECONDS: Final = 10.0  # of an object that another machine asks for
+PUT_SECONDS: Final = 10.0  # of one that it sends: a disk that makes no room in that time hangs
 
 
 class Disk(Protocol):
@@ -117,6 +118,8 @@ class Tiers:
         self._unsaved = 0  # writes that the disk raised at
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tidying = threading.Lock()
+        self._storing = threading.Condition()
+        self._being_stored: set[bytes] = set()  # keys
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -128,15 +131,25 @@ class Tiers:
         """End it within about twice ``STOP_SECONDS``, also while the disk hangs: then its threads are left to it."""
         if self.others is not None:
             await self.others.stop()
-        await asyncio.to_thread(self._end)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        # A thread of its own: the loop's may all be busy, and are joined however long they take.
+        threading.Thread(
+            target=self._end, args=(partial(_finish_soon, loop, ended),), name="ending", daemon=True
+        ).start()
+        await ended
 
-    def _end(self) -> None:
-        ended = self.transfers.stop()
-        if not (self.evictor.stop(STOP_SECONDS) and ended):
-            log.error("the disk tier hangs: what was being copied to it is lost")
-            return
-        if self.disk is not None:
-            self.disk.close()
+    def _end(self, finished: Callable[[], None]) -> None:
+        try:
+            ended = self.transfers.stop()
+            if not (self.evictor.stop(STOP_SECONDS) and ended):
+                log.error("the disk tier hangs: what was being copied to it is lost")
+            elif self.disk is not None:
+                self.disk.close()
+        except Exception:
+            log.exception("the tiers could not be ended in order")
+        finally:
+            finished()
 
     # ---- down: from the device -------------------------------------------------------------------
 
@@ -156,20 +169,65 @@ class Tiers:
         finally:
             done()
         if stored and self.others is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self.others.send_soon, blob)
+            with suppress(RuntimeError):  # the loop has ended: nothing is sent any more
+                self._loop.call_soon_threadsafe(self.others.send_soon, blob)
 
-    def _take(self, blob: Blob, data: memoryview) -> bool | None:
-        """Copy bytes to host memory; False where the URI was taken meanwhile, None without room."""
-        room = self._room(blob)
-        if room is None:
-            return None
+    def _take(self, blob: Blob, data: memoryview, *, new: bool = False) -> bool | None:
+        """Copy bytes to host memory; False if the URI is taken there (``new``: or on disk), None without room."""
+        with self._alone(blob.key) as alone:
+            if not alone:
+                return None
+            # In this order: what leaves host memory is on disk before it goes.
+            if blob.key in self.host or (new and self._on_disk(blob.key)):
+                return False
+            room = self._room(blob)
+            if room is None:
+                return None
+            try:
+                np.copyto(np.frombuffer(room.data, np.uint8), np.frombuffer(data, np.uint8))
+                crc = checksum(room.data)
+            except BaseException:
+                room.abort()
+                raise
+            return room.commit(crc)
+
+    @contextmanager
+    def _alone(self, key: bytes) -> Iterator[bool]:
+        """One at a time stores a key: it could be in host memory, on disk and gone again between a look and a commit.
+
+        False if another one takes too long.
+        """
+        with self._storing:
+            alone = self._storing.wait_for(lambda: key not in self._being_stored, PUT_SECONDS)
+            if alone:
+                self._being_stored.add(key)
         try:
-            np.copyto(np.frombuffer(room.data, np.uint8), np.frombuffer(data, np.uint8))
-            crc = checksum(room.data)
-        except BaseException:
-            room.abort()
-            raise
-        return room.commit(crc)
+            yield alone
+        finally:
+            if alone:
+                with self._storing:
+                    self._being_stored.discard(key)
+                    self._storing.notify_all()
+
+    async def _taken(self, blob: Blob, data: memoryview, *, new: bool, seconds: float) -> bool | None:
+        """``_take`` on a thread that nobody else waits for; None also where it takes too long, or too many wait."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        finished = partial(_finish_soon, loop, done)
+        taken: list[bool | None] = []
+
+        def take() -> None:
+            try:
+                taken.append(self._take(blob, data, new=new))
+            finally:
+                finished()
+
+        if self.transfers.submit(take, finished):
+            await asyncio.wait([done], timeout=seconds)
+        return taken[0] if taken else None
+
+    def _on_disk(self, key: bytes) -> bool:
+        return self.disk is not None and self.disk.find(key) is not None
 
     def _room(self, blob: Blob, *, staging: bool = False) -> Room | None:
         """Room in host memory; makes some where that takes no waiting for others."""
@@ -195,7 +253,7 @@ class Tiers:
 
     def _saved(self, key: bytes) -> bool:
         """Have an object of host memory on disk too; True where there is no disk. It is pinned while it is written."""
-        if self.disk is None or self.disk.find(key) is not None:
+        if self.disk is None or self._on_disk(key):
             return True
         pin = self.host.pin(key, use=False)
         if pin is None:
@@ -222,7 +280,7 @@ class Tiers:
         for blob in blobs:
             if blob.key in self.host:
                 rate = self._host_rate
-            elif self.disk is not None and self.disk.find(blob.key) is not None:
+            elif self._on_disk(blob.key):
                 rate = self._disk_rate
             elif self.others is not None:
                 rate = self.others.rate
@@ -237,15 +295,9 @@ class Tiers:
 
         What neither host memory nor disk has is asked of others first.
         """
-        if self.others is not None:
-            missing = [
-                blob for blob in blobs
-                if blob.key not in self.host and (self.disk is None or self.disk.find(blob.key) is None)
-            ]  # fmt: skip
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds / 2):  # the rest is for what did arrive
-                    await self.others.fetch(missing, lambda blob, data: self._take(blob, data) is not None)
         load = _Load(blobs, time.monotonic() + seconds, [None] * len(blobs))
+        if self.others is not None:
+            await self._ask(self.others, blobs, seconds / 2)  # the rest is for what did arrive
         loop = asyncio.get_running_loop()
         waiting = []
         try:
@@ -262,6 +314,17 @@ class Tiers:
                 pin.release()
             raise
         return Loaded(load.take())
+
+    async def _ask(self, others: Others, blobs: Sequence[Blob], seconds: float) -> None:
+        """Have in host memory what is neither there nor on disk, as far as it comes in time."""
+
+        async def take(blob: Blob, data: memoryview) -> bool:
+            return await self._taken(blob, data, new=False, seconds=seconds) is not None
+
+        missing = [blob for blob in blobs if blob.key not in self.host and not self._on_disk(blob.key)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await others.fetch(missing, take)
 
     def _load(self, load: _Load, start: int, finished: Callable[[], None]) -> None:
         try:
@@ -311,8 +374,11 @@ class Tiers:
             room.abort()
             return None
         self._disk_rate.measured(blob.size, time.perf_counter() - started)
-        room.commit(crc)
-        return self.host.pin(blob.key)
+        promoted = room.commit(crc)
+        pin = self.host.pin(blob.key)
+        if promoted and not self._on_disk(blob.key):  # dropped while it was read: it must not come back
+            self.host.drop(blob.key)
+        return pin
 
     # ---- for the MLC's resources -----------------------------------------------------------------
 
@@ -320,9 +386,10 @@ class Tiers:
         """Store what somebody else has computed.
 
         Raises ``Conflict`` if the URI is taken, ``Unavailable`` without room, ``Unprocessable`` for another size.
+        ``data`` may still be read after an ``Unavailable`` or a cancellation.
         """
         _check_size(blob, data)
-        stored = False if self.contains(blob.uri) else await asyncio.to_thread(self._take, blob, data)
+        stored = await self._taken(blob, data, new=True, seconds=PUT_SECONDS)
         if stored is None:
             raise Unavailable(f"no room for {blob.size} bytes", retry_after_ms=1000)
         if not stored:
@@ -371,9 +438,9 @@ class Tiers:
 
     def settle(self, seconds: float = 30.0) -> bool:
         """Wait until nothing is on its way and the watermarks hold; blocks. False if that takes longer."""
+        deadline = time.monotonic() + seconds
         settled = self.transfers.settle(seconds)
-        self._make_room_ahead()
-        return settled
+        return self._make_room_ahead(max(0.0, deadline - time.monotonic())) and settled
 
     def flush(self) -> None:
         """Everything that is in host memory and not in use to disk, and only there; blocks."""
@@ -387,11 +454,19 @@ class Tiers:
         if self.disk is not None:
             self.disk.supervise()
 
-    def _make_room_ahead(self) -> None:
-        """Above the high watermark, down to the low one: then an offer rarely has to wait for the disk."""
-        with self._tidying:
+    def _make_room_ahead(self, seconds: float = -1) -> bool:
+        """Above the high watermark, down to the low one: then an offer rarely has to wait for the disk.
+
+        False if somebody else is still at it after ``seconds`` (-1: whenever it ends).
+        """
+        if not self._tidying.acquire(timeout=seconds):
+            return False
+        try:
             if self._over():
                 self._free(int((1 - LOW) * self.host.stats().capacity_bytes))
+        finally:
+            self._tidying.release()
+        return True
 
 
 def _check_size(blob: Blob, data: memoryview) -> None:

@@ -88,7 +88,7 @@ class Transfers:
         failed = 0
         try:
             call()
-        except Exception:  # whatever a job does, the next one runs
+        except BaseException:  # also a cancelled future or an exit: whatever a job does, the next one runs
             failed = 1
             log.exception("a transfer failed")
         finally:

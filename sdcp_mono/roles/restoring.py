@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -43,30 +43,61 @@ class Restorer:
         keys = await self._on_thread(partial(self._model.missing, session, prefix, scope))
         if not keys:
             return 0
-        blocks, seconds = self._tiers.predict(keys, scope)
-        allowed = self._compute_seconds(blocks * self._model.block_tokens)  # what comes later than that is recomputed
-        if not blocks or seconds >= allowed:
-            self.declined += blocks > 0
+        blocks, allowed = self._worth_loading(keys, scope)
+        if not blocks:
             return 0
         load = await self._tiers.load(keys[:blocks], scope, allowed)
-        adopting = asyncio.ensure_future(self._adopt(session, keys, load))
+        reading = _Reading(partial(self._model.adopt, session, keys, load.blocks), load)
         try:
-            return await asyncio.shield(adopting)
-        except asyncio.CancelledError:
-            # The model's thread may be reading what is pinned: it is let go when that has ended.
-            adopting.add_done_callback(_look_away)
-            raise
-
-    async def _adopt(self, session: SessionId, keys: Sequence[bytes], load: KvLoad) -> int:
-        try:
-            used: int = await self._on_thread(partial(self._model.adopt, session, keys, load.blocks))
+            used: int = await self._on_thread(reading)
         finally:
-            load.close()
+            reading.give_up()
         self.restored += used
         return used
 
+    def _worth_loading(self, keys: Sequence[bytes], scope: bytes | None) -> tuple[int, float]:
+        """How many of the leading blocks, and the seconds that they may take: what comes later is recomputed.
 
-def _look_away(ended: asyncio.Future[int]) -> None:
-    """Nobody waits for it any more: an error is no longer news."""
-    if not ended.cancelled():
-        ended.exception()
+        Where all of them would take too long, half of them may not: the first ones are often near, and the others far.
+        """
+        wanted, found = len(keys), 0
+        while wanted:
+            blocks, seconds = self._tiers.predict(keys[:wanted], scope)
+            allowed = self._compute_seconds(blocks * self._model.block_tokens)
+            if blocks and seconds < allowed:
+                return blocks, allowed
+            found = max(found, blocks)
+            wanted = blocks // 2
+        self.declined += found > 0
+        return 0, 0.0
+
+
+class _Reading:
+    """A call on the model's thread that reads what is pinned: that is let go when the call has ended, and not before.
+
+    Whoever waits for it may be cancelled at any moment, at the end of the loop too, and a thread can't be.
+    """
+
+    def __init__(self, call: Callable[[], int], load: KvLoad) -> None:
+        self._call = call
+        self._load = load
+        self._lock = threading.Lock()
+        self._begun = False
+
+    def __call__(self) -> int:
+        if not self._begin():
+            return 0
+        try:
+            return self._call()
+        finally:
+            self._load.close()
+
+    def give_up(self) -> None:
+        """Let go at once if it hasn't begun: then it never will."""
+        if self._begin():
+            self._load.close()
+
+    def _begin(self) -> bool:
+        with self._lock:
+            first, self._begun = not self._begun, True
+            return first

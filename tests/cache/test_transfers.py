@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -41,7 +43,7 @@ def _nothing() -> None:
     pass
 
 
-def _failing(error: Exception) -> Callable[[], None]:
+def _failing(error: BaseException) -> Callable[[], None]:
     def fail() -> None:
         raise error
 
@@ -64,8 +66,10 @@ def test_every_job_runs_once_on_some_thread_of_the_pool() -> None:
     assert names <= {"transfer 0", "transfer 1"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("x"), OSError(5, "x"), MemoryError()])
-def test_a_job_that_fails_is_counted_and_harms_no_other(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("x"), OSError(5, "x"), MemoryError(), asyncio.CancelledError(), SystemExit(1)]
+)
+def test_a_job_that_fails_is_counted_and_harms_no_other(error: BaseException) -> None:
     ran = threading.Event()
     with pool(1) as transfers:
         transfers.submit(_failing(error), _nothing)
@@ -125,3 +129,39 @@ def test_the_end_has_a_deadline_while_a_job_hangs() -> None:
         transfers.stop(0.0)
         assert not transfers.settle(0.0)
         busy.go_on.set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_accepted_job_is_run_or_given_up_exactly_once_whenever_the_end_comes(seed: int) -> None:
+    told: Counter[tuple[int, int]] = Counter()
+    accepted: list[tuple[int, int]] = []
+    lock = threading.Lock()
+    begin = threading.Barrier(6)
+
+    def tell(job: tuple[int, int]) -> None:
+        with lock:
+            told[job] += 1
+
+    def submit(thread: int) -> None:
+        begin.wait(30)
+        for number in range(100):
+            job = (thread, number)
+            if transfers.submit(lambda job=job: tell(job), lambda job=job: tell(job)):
+                with lock:
+                    accepted.append(job)
+
+    def stop() -> None:
+        begin.wait(30)
+        while sum(told.values()) < 7 * seed:  # at another moment each time
+            pass
+        transfers.stop()
+
+    with pool(2, limit=1000) as transfers:
+        threads = [threading.Thread(target=submit, args=(n,)) for n in range(4)]
+        threads += [threading.Thread(target=stop) for _ in range(2)]  # and two who end it
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert transfers.settle(30)
+    assert told == Counter(accepted)
