@@ -245,8 +245,16 @@ class Tiers:
 
     def _free(self, want: int) -> None:
         """Make ``want`` bytes free, what is used least first; what goes is on disk before it goes."""
-        self.host.evict(want, lambda key: not self._saved(key))
-        self.host.evict(want)  # the disk takes nothing: what is lost is a miss
+        refused: set[bytes] = set()
+
+        def keep(key: bytes) -> bool:
+            if not self._saved(key):
+                refused.add(key)
+            return key in refused
+
+        self.host.evict(want, keep)
+        # What the disk did not take is lost, and a miss; but not what came meanwhile and it was never asked to take.
+        self.host.evict(want, lambda key: not (key in refused or self._on_disk(key)))
 
     def _save(self, key: bytes) -> None:
         self._saved(key)

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,12 +341,13 @@ def test_more_than_others_can_follow_is_left_out(tmp_path: Path, monkeypatch: py
     run(main())
 
 
-def test_what_others_take_is_measured(tmp_path: Path) -> None:
+def test_what_others_take_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Any) -> None:
     """A prediction follows what fetching really took, so that a slow store stops being asked."""
+    monkeypatch.setattr(others.time, "perf_counter", clock)
 
     class Distant(MemoryObjects):
         async def get(self, uri: str, scope: bytes | None) -> Any:
-            await asyncio.to_thread(partial(threading.Event().wait, 0.02))
+            clock.pass_ms(20)
             return await super().get(uri, scope)
 
     async def main() -> None:

@@ -75,14 +75,34 @@ def test_of_two_puts_one_succeeds_though_its_object_is_on_disk_when_the_other_go
 def test_a_put_after_one_that_found_no_room_is_no_conflict(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (made, _):
-            await stored(made, *range(BLOCKS - 2))
-            held = await made.load([blob(number) for number in range(BLOCKS - 2)], 5.0)
-            await stored(made, 50, 51)
-            more = await made.load([blob(50), blob(51)], 5.0)
+            made.evictor.stop(30)  # it would let go of what is about to be pinned
+            await stored(made, *range(BLOCKS))
+            held = await made.load([blob(number) for number in range(BLOCKS)], 30.0)
+            assert len(held.blocks) == BLOCKS
             tries = await asyncio.gather(*(outcome(made.put(blob(99), content(99))) for _ in range(3)))
             assert tries == ["Unavailable"] * 3  # nobody has stored it
             held.close()
-            more.close()
+
+    run(main())
+
+
+def test_what_is_stored_while_room_is_made_is_not_lost_for_it(tmp_path: Path) -> None:
+    """What the disk refuses is given up for room; what it was never asked to take is not."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as (made, disk):
+            made.evictor.stop(30)
+            await stored(made, 0)
+            real = disk.write
+
+            def write(blob_: Blob, data: memoryview, crc: int) -> bool:
+                made._take(blob(1), content(1))
+                return False
+
+            disk.write = write  # type: ignore[method-assign]
+            made._free(made.host.stats().capacity_bytes)
+            assert (blob(0).key in made.host, blob(1).key in made.host) == (False, True)
+            disk.write = real  # type: ignore[method-assign]
 
     run(main())
 
@@ -203,42 +223,26 @@ def test_a_put_that_the_disk_holds_up_is_refused_and_takes_no_thread_of_others(
     monkeypatch.setattr(tiers, "PUT_SECONDS", 0.05, raising=False)
 
     async def main() -> None:
-        async with opened(tmp_path) as (made, disk):
-            made.evictor.stop(30)
-            await stored(made, *range(BLOCKS))
-            disk.go.clear()
-            disk.reached.clear()
-            putting = asyncio.ensure_future(outcome(made.put(blob(50), content(50))))
-            await until(disk.reached.is_set)
-            done, _ = await asyncio.wait([putting], timeout=10)
-            ending = asyncio.ensure_future(asyncio.get_running_loop().shutdown_default_executor())
-            ended, _ = await asyncio.wait([ending], timeout=10)
-            disk.go.set()
-            await ending
-            assert done
-            assert ended
-            assert await putting == "Unavailable"
-            assert await asyncio.wrap_future(ThreadPoolExecutor(1).submit(made.settle))
+        disk = GatedDisk(tmp_path)
+        made = Tiers(HostTier(BLOCKS * slot_bytes(SIZE), staging_bytes=0), disk, None)  # no evictor: puts make room
+        await stored(made, *range(BLOCKS))
+        disk.go.clear()
+        disk.reached.clear()
+        putting = asyncio.ensure_future(outcome(made.put(blob(50), content(50))))
+        await until(disk.reached.is_set)
+        refused, _ = await asyncio.wait([putting], timeout=10)
+        ending = asyncio.ensure_future(asyncio.get_running_loop().shutdown_default_executor())
+        ended, _ = await asyncio.wait([ending], timeout=10)
+        disk.go.set()
+        await ending
+        assert refused
+        assert ended
+        assert await putting == "Unavailable"
+        await made.stop()
+        made.host.check()
+        assert made.host.stats().staging_bytes == 0
 
-    async def settled() -> None:
-        await main()
-
-    # ``opened`` settles on a thread of the loop, which are gone here
-    run(_with_threads(settled))
-
-
-async def _with_threads(work: Any) -> None:
-    """The loop gets new threads when the old ones have ended."""
-    loop: Any = asyncio.get_running_loop()
-    ending = loop.shutdown_default_executor
-
-    async def again() -> None:
-        await ending()
-        loop._default_executor, loop._executor_shutdown_called = None, False
-
-    loop.shutdown_default_executor = again
-    await work()
-    loop.shutdown_default_executor = ending
+    run(main())
 
 
 def test_the_end_needs_no_thread_of_others(tmp_path: Path) -> None:
