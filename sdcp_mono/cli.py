@@ -15,6 +15,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -324,6 +325,31 @@ def cache_serve(
     _run_role("cache", settings, compose.run_cache)
 
 
+@app.command("split-demo")
+def split_demo(
+    model: ModelOption = None,
+    port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8000,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """A cache, a router, two verifiers and two drafters as processes with TLS between them, until Ctrl-C."""
+    from sdcp_mono.compose import demo
+    from sdcp_mono.models.source import resolve
+
+    settings = _settings(model=model, port=port, data_dir=data, dtype=dtype)
+
+    def ready(cluster: Any) -> None:
+        err.print(demo.description(cluster), soft_wrap=True, markup=False)
+        err.print(f"[bold]sdcp-mono split-demo[/] answers at [cyan]{cluster.url}[/]; ask it:")
+        out.print(demo.CURL.format(url=cluster.url), soft_wrap=True, highlight=False, markup=False)
+
+    with _failures():
+        with _progress(settings) as progress:
+            folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
+        where = (settings.data_dir / "split-demo").absolute()
+        demo.run(where, folder, settings.dtype, settings.port, ready, lambda text: err.print(text, markup=False))
+
+
 def _run_role(name: str, settings: Any, run: Any) -> None:
     with _failures(), _progress(settings) as progress:
         asyncio.run(
@@ -434,13 +460,14 @@ def _settings_of(kind: type[S], **flags: Any) -> S:
 def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
     from sdcp_mono.cache.commit_log import CommitLogUnusable
+    from sdcp_mono.compose.cluster import RoleDied
     from sdcp_mono.core.problems import Refusal
     from sdcp_mono.frontend.errors import ApiError
 
     try:
         yield
-    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable) as error:
-        err.print(f"[red]error[/] {error}")
+    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, RoleDied) as error:
+        err.print(f"[red]error[/] {escape(str(error))}")
         raise typer.Exit(1) from None
 
 
