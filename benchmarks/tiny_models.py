@@ -8,7 +8,7 @@ from typing import Any
 VOCAB = 64
 CONTEXT = 512
 NOISE = 0.02  # standard deviation, of weights of 0.2: some three of four drafted tokens are then right
-SPECIAL = 3  # ids 0 to 2 are unknown, BOS and EOS
+SPECIAL = 2  # ids 0 and 1 are unknown and BOS; there is no EOS
 
 
 def write_models(folder: Path) -> tuple[Path, Path]:
@@ -19,7 +19,7 @@ def write_models(folder: Path) -> tuple[Path, Path]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=None, initializer_range=0.2,
         attention_bias=False, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -38,6 +38,6 @@ def _write(folder: Path, model: Any) -> Path:
     words = {f"t{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", bos_token="t1", eos_token="t2")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", bos_token="t1")
     fast.save_pretrained(folder)
     return folder

@@ -126,12 +126,12 @@ class Cluster:
         return {**os.environ, "COLUMNS": "200", **self._settings, **peers, **own}  # a log line is a line
 
     def wait(self, *names: str) -> None:
-        """Until those processes are ready, all without names. Raises ``RoleDied`` or ``TimeoutError``."""
+        """Until those processes are ready, all without names. Raises ``RoleDied`` if any ends, or ``TimeoutError``."""
         deadline = time.monotonic() + START_SECONDS
         for member in map(self.members.__getitem__, names or self.members):
             while not (health(member.url) or {}).get("ready"):
-                if member.ended():
-                    raise member.death()
+                for gone in self.ended():  # one that is waited for may wait for it in turn
+                    raise gone.death()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{member.name} isn't ready after {START_SECONDS:.0f} s; see {member.log}")
                 time.sleep(POLL_SECONDS)
