@@ -28,6 +28,7 @@ from sdcp_mono.grpc.channel import Channel
 from sdcp_mono.roles.router import SCOPE
 from sdcp_mono.roles.verifier import STATUS_TTL_MS
 
+PHASES: Final = ("prefill", "drafting", "proposed", "appended", "idle")  # as ``tripwire`` knows them
 PROMPT_TOKENS: Final = 300  # three passes of prefill with the budget below
 NEW_TOKENS: Final = 64
 WATCH_SECONDS: Final = 0.002
@@ -249,16 +250,16 @@ def linear(records: Sequence[CommitRecord | FenceRecord], tokens: Sequence[int])
     problems, written, fence, round_ = [], list[int](), 0, 0
     for place, record in enumerate(records):
         if record.epoch < fence:
-            problems.append(f"record {place} of epoch {record.epoch} lies behind fence {fence}")
+            problems.append(f"log: record {place} of epoch {record.epoch} lies behind fence {fence}")
         if isinstance(record, FenceRecord):
             fence = record.epoch
             continue
         written += record.emitted
         if (record.round, record.committed) != (round_ + 1, len(written)):
-            problems.append(f"record {place} is round {record.round} to {record.committed}, not {round_ + 1}")
+            problems.append(f"log: record {place} is round {record.round} to {record.committed}, not {round_ + 1}")
         round_ = record.round
     if written != list(tokens):
-        problems.append(f"the log has {len(written)} tokens, and not those that were read")
+        problems.append(f"log: it has {len(written)} tokens, and not those that were read")
     return problems
 
 

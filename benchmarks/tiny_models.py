@@ -19,8 +19,8 @@ def write_models(folder: Path) -> tuple[Path, Path]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=None, initializer_range=0.2,
-        attention_bias=False, tie_word_embeddings=False,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.2, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     target = _write(folder / "target", model)

@@ -24,7 +24,6 @@ from sdcp_mono.core.engine import Engine
 from sdcp_mono.roles.drafter import Drafter
 from sdcp_mono.roles.verifier import Verifier
 
-PHASES = ("prefill", "drafting", "proposed", "appended", "idle")
 DIRECTORY = Path(os.environ["TRIPWIRE"])
 ORDER, TRIPPED, FENCED = DIRECTORY / "order.json", DIRECTORY / "tripped.json", DIRECTORY / "fenced"
 BASE = os.environ.get("SDCP_BASE", "")

@@ -30,6 +30,7 @@ from sdcp_mono.core.ports import (
     VerifierPort,
 )
 from sdcp_mono.core.problems import (
+    Conflict,
     Forbidden,
     Refusal,
     SessionClosed,
@@ -224,8 +225,9 @@ class RouterRole:
         """Go on where an earlier attempt's log ends; it can't be an attempt at anything else (AMB-059)."""
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
+        moved = active.moved
         self._carry_out(self.machine.recover(opening, request.prompt, options, self.terms.m_init, drafted=drafted))
-        await active.moved.wait()
+        await asyncio.wait((moved,))
         if active.error:
             raise UnknownSession(f"resume: {active.error}")
 
@@ -238,7 +240,8 @@ class RouterRole:
             await self._step(step)
         except BaseException as error:
             self.machine.forget(active.session)
-            if last or not isinstance(error, Unavailable):
+            # An earlier session of the same id, whose router died, is waited for: it ends by itself.
+            if last or not isinstance(error, Unavailable | Conflict | StaleEpoch):
                 raise
             return False
         return True
@@ -304,7 +307,7 @@ class RouterRole:
                     await self._log.create(active.commit_log)  # AMB-071
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
                 active.verifier, active.epoch = step.verifier, step.message.epoch
-                active.moved.set()
+                active.moves()
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
             case Inform():
                 state = await self._verifiers[step.verifier].assign(step.assignment)
@@ -330,7 +333,7 @@ class RouterRole:
                 ended = self._active.get(step.session)
                 if ended is not None and step.error:
                     ended.error = step.error
-                    ended.moved.set()
+                    ended.moves()
 
     async def _tick(self) -> None:
         self._carry_out(self.machine.tick(_now_ms()))
@@ -342,21 +345,27 @@ class RouterRole:
         while True:
             if active.error:
                 return Chunk(from_, active.epoch, (), (), True, int(Action.FAIL), active.error)
-            epoch = active.epoch
+            epoch, moved = active.epoch, active.moved
+            asking = asyncio.ensure_future(self._verifiers[active.verifier].chunk(active.session, from_, READ_MS))
             try:
-                chunk = await self._verifiers[active.verifier].chunk(active.session, from_, READ_MS)
+                # A verifier that is paused or cut off doesn't answer; the reader must not wait for that.
+                await asyncio.wait((asking, moved), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    continue
+                chunk = asking.result()
             except (StaleEpoch, UnknownSession, Unavailable, SessionClosed) as refusal:
                 if active.epoch != epoch or active.error:
                     continue  # it moved while we asked
                 if isinstance(refusal, UnknownSession | SessionClosed):
                     active.error = "the session was closed"
                     continue
-                active.moved.clear()
                 self._carry_out(self.machine.verifier_lost(active.session, epoch))
-                await active.moved.wait()
+                await asyncio.wait((moved,))
             else:
                 if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
                     return chunk
+            finally:
+                asking.cancel()
 
     async def leave(self, active: _Active) -> None:
         """A reader is done; with the last one the session ends and everything it held is free."""
@@ -399,7 +408,12 @@ class _Active(Struct, eq=False):
     epoch: int = 1
     readers: int = 0
     error: str = ""
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    moved: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def moves(self) -> None:
+        """Wake whoever waits for the session to live elsewhere, or to be given up."""
+        before, self.moved = self.moved, asyncio.get_running_loop().create_future()
+        before.set_result(None)
 
 
 class Reader:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, structs
 
+from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.effects import (
     Append,
     Effects,
@@ -393,7 +394,9 @@ class Verifier:
         if not self._self_decode_idle:
             return
         for session in list(self.engine.sessions.values()):
-            patience = SILENT_AFTER_MS if session.drafted else UNDRAFTED_AFTER_MS
+            seeded = contracts.sampling_of(session.contract).seed is not UNSET  # its rounds shouldn't depend on time
+            drafter_may_come = session.drafted or (seeded and not session.undrafted)
+            patience = SILENT_AFTER_MS if drafter_may_come else UNDRAFTED_AFTER_MS
             if session.flight is None and at.ms - session.touched_ms >= patience:
                 self._carry_out(self.engine.undrafted(session.id, at))
 
