@@ -115,7 +115,7 @@ class Bench:
         deadline = time.monotonic() + GIVE_UP_SECONDS
         while True:
             told = health(self.cluster.members["router"].url) or {}
-            if wanted <= {instance["base"] for instance in told.get("instances", ())}:
+            if wanted <= {instance["base"] for instance in told.get("instances", ()) if instance["alive"]}:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the router hasn't heard of everyone: {told}")
@@ -156,7 +156,7 @@ class Bench:
         if stream.error or not stream.done:
             result.problems.append(f"the stream failed: {stream.error or 'it did not end'}")
         if again.error or not again.done or again.reconnected:
-            result.problems.append(f"the uninterrupted stream failed: {again.error or 'it was interrupted'}")
+            result.problems.append(f"the second stream failed: {again.error or again.broken or 'it did not end'}")
         result.problems += compared(stream.tokens, again.tokens)
         asyncio.run(self._judge(plan, stream, result))
         result.seconds = time.monotonic() - started

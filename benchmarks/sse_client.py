@@ -28,6 +28,7 @@ class Stream(threading.Thread):
         self.logs: list[tuple[str, str, int]] = []  # session, log and epoch of each choice, by the last event
         self.last_id = ""
         self.reconnected = 0
+        self.broken = ""  # why it was, the last time
         self.error = ""
         self.done = False
 
@@ -37,8 +38,9 @@ class Stream(threading.Thread):
             try:
                 self._read(deadline)
             except (OSError, http.client.HTTPException) as broken:
+                self.broken = f"{type(broken).__name__}: {broken}"
                 if time.monotonic() > deadline:
-                    self.error = f"no answer: {type(broken).__name__}: {broken}"
+                    self.error = f"no answer: {self.broken}"
             if not self.done and not self.error:
                 self.reconnected += 1
                 time.sleep(RETRY_SECONDS)
@@ -61,8 +63,9 @@ class Stream(threading.Thread):
             answer = connection.getresponse()
             if answer.status != 200:
                 told = answer.read().decode(errors="replace")
+                self.broken = f"HTTP {answer.status}: {told[:300]}"
                 if answer.status not in AGAIN or time.monotonic() > deadline:
-                    self.error = f"HTTP {answer.status}: {told[:300]}"
+                    self.error = self.broken
                 return
             event: dict[str, str] = {}
             for line in answer:

@@ -151,6 +151,7 @@ class RouterRole:
         return self._card
 
     def stats(self) -> dict[str, Any]:
+        now_ms = _now_ms()
         return {
             "active": len(self._active) - self._waiting,
             "waiting": self._waiting,
@@ -158,6 +159,7 @@ class RouterRole:
             "instances": [
                 {
                     "base": i.base,
+                    "alive": now_ms < i.expires_ms,
                     "role": i.role.name.lower(),
                     "load": i.status.load,
                     "queue": i.status.queue,
@@ -239,12 +241,19 @@ class RouterRole:
         try:
             await self._step(step)
         except BaseException as error:
+            if isinstance(error, Refusal) and self._moved_on(active.session, opening.epoch):
+                return True
             self.machine.forget(active.session)
             # An earlier session of the same id, whose router died, is waited for: it ends by itself.
             if last or not isinstance(error, Unavailable | Conflict | StaleEpoch):
                 raise
             return False
         return True
+
+    def _moved_on(self, session: SessionId, epoch: int) -> bool:
+        """Whether the verifier that was asked with ``epoch`` has been given up meanwhile."""
+        routed = self.machine.sessions.get(session)
+        return routed is not None and routed.epoch > epoch
 
     def _opening(self, request: GenerateRequest, active: _Active) -> SessionOpen:
         terms = self.terms
@@ -292,7 +301,7 @@ class RouterRole:
 
     async def _failed(self, step: Step, refusal: Refusal) -> None:
         stage = STAGES.get(type(step))
-        if stage is None:
+        if stage is None or (isinstance(step, Open) and self._moved_on(step.session, step.message.epoch)):
             return
         if stage in (Stage.OPENING, Stage.FENCING, Stage.READING):
             await asyncio.sleep((refusal.retry_after_ms or STEP_RETRY_MS) / 1000)
@@ -306,6 +315,8 @@ class RouterRole:
                 if step.message.resume is UNSET:
                     await self._log.create(active.commit_log)  # AMB-071
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
+                if self._moved_on(step.session, step.message.epoch):
+                    return  # a late answer: the session was given up there, and lives or will live elsewhere
                 active.verifier, active.epoch = step.verifier, step.message.epoch
                 active.moves()
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
@@ -346,6 +357,9 @@ class RouterRole:
             if active.error:
                 return Chunk(from_, active.epoch, (), (), True, int(Action.FAIL), active.error)
             epoch, moved = active.epoch, active.moved
+            if not active.verifier:  # it was given up before it had opened the session
+                await asyncio.wait((moved,))
+                continue
             asking = asyncio.ensure_future(self._verifiers[active.verifier].chunk(active.session, from_, READ_MS))
             try:
                 # A verifier that is paused or cut off doesn't answer; the reader must not wait for that.

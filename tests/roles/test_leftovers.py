@@ -59,6 +59,38 @@ def test_a_reader_does_not_wait_for_a_verifier_that_the_session_has_left(kit: An
     run(main())
 
 
+@pytest.mark.parametrize("answer", ["late", "lost", "before the move"])
+def test_an_opening_that_was_given_up_changes_nothing_when_it_is_answered(kit: Any, run: Any, answer: str) -> None:
+    """The router was cut off while it opened a session, and has opened it elsewhere when the answer comes."""
+
+    async def main() -> None:
+        async with kit.node(right(kit)) as world:
+            (verifier,) = world.serving._verifiers.values()
+            opened, asked, go = verifier.open, [0], asyncio.Event()
+
+            async def slow(opening: Any, options: Any = None) -> Any:
+                asked[0] += 1
+                state = await opened(opening, options)
+                if opening.epoch == 1 or answer == "before the move":
+                    await go.wait()
+                if opening.epoch == 1 and answer == "lost":
+                    raise Unavailable("no answer")
+                return state
+
+            verifier.open = slow
+            text = asyncio.create_task(world.text(kit.request()))
+            await kit.until(lambda: asked[0])
+            (active,) = world.serving._active.values()
+            world.serving._carry_out(world.serving.machine.verifier_lost(active.session, 1))
+            await kit.until(lambda: active.epoch == 2 or (answer == "before the move" and asked[0] == 2))
+            go.set()
+            assert await text == kit.follow(3, 40)
+            world.objects._clock = lambda: float("inf")  # the tokens for the new verifier have expired by then
+            await world.assert_empty()
+
+    run(main())
+
+
 def test_a_seeded_request_waits_for_what_its_dead_router_left_at_work(kit: Any, run: Any, monkeypatch: Any) -> None:
     """The id follows from the request, so the repetition meets the earlier session at the verifier."""
     monkeypatch.setattr(router_module, "ROOM_RETRY_SECONDS", 0.0)
