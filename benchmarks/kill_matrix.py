@@ -32,6 +32,7 @@ from rich.progress import track
 
 from benchmarks.kill_run import PHASES, WORKLOADS, Bench, Plan, Result
 from benchmarks.namespaces import Namespaces, why_not
+from sdcp_mono.compose.demo import told_to_stop
 from sdcp_mono.roles.verifier import STATUS_TTL_MS
 
 ROLES = ("router", "verifier", "drafter", "cache")
@@ -149,4 +150,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_to_stop():
+        main()

@@ -32,6 +32,7 @@ from benchmarks.serving import PROMPTS, machine
 from benchmarks.sse_client import Stream
 from benchmarks.tiny_models import CONTEXT, write_models
 from sdcp_mono.compose.cluster import POLL_SECONDS, Cluster, free_ports, health
+from sdcp_mono.compose.demo import told_to_stop
 from sdcp_mono.models.identity import no_progress
 from sdcp_mono.models.source import resolve
 from sdcp_mono.settings import Settings
@@ -180,4 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_to_stop():
+        main()
