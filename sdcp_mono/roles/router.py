@@ -228,7 +228,7 @@ class RouterRole:
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
         moved = active.moved
-        self._carry_out(self.machine.recover(opening, request.prompt, options, self.terms.m_init, drafted=drafted))
+        self._carry_out(self.machine.recover(opening, request.prompt, options, self._m_init(request), drafted=drafted))
         await asyncio.wait((moved,))
         if active.error:
             raise UnknownSession(f"resume: {active.error}")
@@ -237,7 +237,8 @@ class RouterRole:
         """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
-        (step,) = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
+        m_init = self._m_init(request)
+        (step,) = self.machine.admit(opening, request.prompt, options, m_init, _now_ms(), drafted=drafted)
         try:
             await self._step(step)
         except BaseException as error:
@@ -250,6 +251,10 @@ class RouterRole:
             return False
         return True
 
+    def _m_init(self, request: GenerateRequest) -> int:
+        """The limit of a drafter's first proposal; a later drafter of a seeded session must not start lower."""
+        return self.terms.m_max if _seeded(request) else self.terms.m_init
+
     def _moved_on(self, session: SessionId, epoch: int) -> bool:
         """Whether the verifier that was asked with ``epoch`` has been given up meanwhile."""
         routed = self.machine.sessions.get(session)
@@ -257,6 +262,8 @@ class RouterRole:
 
     def _opening(self, request: GenerateRequest, active: _Active) -> SessionOpen:
         terms = self.terms
+        # A seeded session's rounds must not follow from earlier ones, which a failover forgets: no ladder.
+        low_rounds = request.max_new + 1 if _seeded(request) else terms.low_rounds
         # A drafter that is never right costs time, not the answer: each entry is worth low_rounds + self_max tokens, so
         # the ladder doesn't run out, which would be "fail" (6.5.2), before max_new does.
         self_max = max(terms.self_max, request.max_new // LADDER)
@@ -269,7 +276,7 @@ class RouterRole:
             m_max=terms.m_max,
             max_new=request.max_new,
             stop=request.stop,
-            low_rounds=terms.low_rounds,
+            low_rounds=low_rounds,
             low_ratio=terms.low_ratio,
             fallback=(*(int(entry) for entry in terms.fallback), *[int(Action.SELF_DECODE)] * more),
             self_load=terms.self_load,
@@ -458,6 +465,10 @@ class Reader:
         if self._open:
             self._open = False
             await self._router.leave(self._active)
+
+
+def _seeded(request: GenerateRequest) -> bool:
+    return request.sampling.seed is not UNSET
 
 
 def _local(kind: str, name: str = "") -> MlcUri:

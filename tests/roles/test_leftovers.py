@@ -145,6 +145,21 @@ def test_a_seeded_session_does_not_decode_by_itself_because_an_assignment_is_lat
     run(main())
 
 
+def test_how_much_a_seeded_session_proposes_does_not_follow_from_earlier_rounds(kit: Any, run: Any) -> None:
+    """A failover forgets them. Here nothing that is proposed is right, for which others propose less and less."""
+    wrong = kit.toy.chain({token: (token + 1) % 64 for token in range(64)})
+
+    async def main() -> None:
+        async with kit.node(kit.toy.ToyDraft(wrong)) as world:
+            chunks = await world.read(kit.request(max_new=60, sampled=True, seed=7, session=SESSION))
+            rounds = [info for chunk in chunks for info in chunk.rounds]
+            assert len(rounds) == 60
+            assert [len(info.proposed) for info in rounds] == [0, *[4] * 55, 3, 2, 1, 1]
+            await world.assert_empty()
+
+    run(main())
+
+
 # ---- rows that find no place ---------------------------------------------------------------------------------------
 
 
