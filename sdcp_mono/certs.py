@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -57,12 +58,14 @@ def init(
     *,
     hosts: Sequence[str] = HOSTS,
     roles: Mapping[str, str] | None = None,
+    pools: Mapping[str, str] | None = None,
     ca: Path | None = None,
     now: dt.datetime | None = None,
 ) -> tuple[str, ...]:
     """Make the CA and one certificate a role, and ``gateway``, which carries the URIs of all of them.
 
     ``roles`` maps a file name to its identity, by default ``base_uris()``; ``hosts`` are DNS names and IP addresses.
+    ``pools`` are further ones whose certificate all instances share: it names the identity's host and ``*.`` below it.
     ``ca`` is the folder of the CA that signs, by default ``directory`` itself, where one is made if there is none. What
     is there stays unless it expires within 30 days, names other hosts or URIs, or is not of this CA. Answers the names
     it wrote. Raises ``ValueError`` for a CA whose key is missing, rather than replacing what peers trust.
@@ -74,10 +77,17 @@ def init(
     written = ["ca"] if made else []
     if ca is not None:
         _write(directory / "ca.pem", issuer.public_bytes(serialization.Encoding.PEM), 0o644)
-    for name, uris in {**{name: (uri,) for name, uri in roles.items()}, GATEWAY: tuple(roles.values())}.items():
+    wanted: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        name: ((uri,), tuple(hosts)) for name, uri in roles.items()
+    }
+    wanted[GATEWAY] = tuple(roles.values()), tuple(hosts)
+    for name, uri in (pools or {}).items():
+        host = str(urlsplit(uri).hostname)
+        wanted[name] = (uri,), (host, f"*.{host}")
+    for name, (uris, names) in wanted.items():
         target = files(directory, name)
-        if not _is_good(target, issuer, hosts, uris, now):
-            cert, key = issue(issuer, issuer_key, name, hosts=hosts, uris=uris, now=now)
+        if not _is_good(target, issuer, names, uris, now):
+            cert, key = issue(issuer, issuer_key, name, hosts=names, uris=uris, now=now)
             _write(target.key, _key_pem(key), 0o600)
             _write(target.cert, cert.public_bytes(serialization.Encoding.PEM), 0o644)
             written.append(name)

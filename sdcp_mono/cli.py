@@ -165,18 +165,30 @@ def certs_init(
         list[str] | None,
         typer.Option(help="NAME=BASE of one instance of a split, repeatable: these instead of one of each role."),
     ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=BASE of a pool, repeatable: one certificate for all instances one label below BASE."),
+    ] = None,
 ) -> None:
     """Make a development CA and one certificate for each role, keys readable by you alone."""
     from sdcp_mono import certs
 
     with _failures():
         roles = certs.base_uris(port, *(host or ())[:1])
-        if instance:
-            roles = {name: base for name, _, base in (one.partition("=") for one in instance)}
-            if not all(name and base for name, base in roles.items()):
-                raise ValueError("instance: expected NAME=BASE, such as verifier-0=https://127.0.0.1:9001/verifier/")
-        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, ca=ca)
+        pools = _bases_by_name("pool", pool)
+        if instance or pool:
+            roles = _bases_by_name("instance", instance)
+        written = certs.init(directory, hosts=tuple(host or certs.HOSTS), roles=roles, pools=pools, ca=ca)
     out.print(f"{directory}: " + (", ".join(written) if written else "everything there is good"))
+
+
+def _bases_by_name(option: str, given: list[str] | None) -> dict[str, str]:
+    from sdcp_mono.core.names import normalise_base
+
+    found = {name: base for name, _, base in (one.partition("=") for one in given or ())}
+    if not all(name and base for name, base in found.items()):
+        raise ValueError(f"{option}: expected NAME=BASE, such as verifier-0=https://127.0.0.1:9001/verifier/")
+    return {name: normalise_base(base) for name, base in found.items()}
 
 
 @app.command("conformance")
@@ -241,13 +253,9 @@ def router(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "verifiers": verifiers,
-        "drafters": drafters,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "verifiers": verifiers, "drafters": drafters,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(RouterSettings, **flags, host=host, port=port, model=model, data_dir=data, dtype=dtype)
     _run_role("router", settings, compose.run_router)
 
@@ -268,13 +276,9 @@ def verifier(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "routers": routers,
-        "drafters": drafters,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "routers": routers, "drafters": drafters,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(VerifierSettings, **flags, model=model, data_dir=data, dtype=dtype)
     _run_role("verifier", settings, compose.run_verifier)
 
@@ -296,13 +300,9 @@ def drafter(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "routers": routers,
-        "verifiers": verifiers,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "routers": routers, "verifiers": verifiers,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(DrafterSettings, **flags, model=model, draft=draft, data_dir=data, dtype=dtype)
     _run_role("drafter", settings, compose.run_drafter)
 
@@ -315,39 +315,30 @@ def cache_serve(
     drafters: PeersOption = None,
     tls_dir: TlsOption = None,
     tls_name: NameOption = None,
+    http_port: Annotated[int | None, typer.Option(help="Port of the same over HTTP/2, for other engines.")] = None,
     data: DataOption = None,
 ) -> None:
-    """The cache alone: commit logs and objects for the other roles, over gRPC."""
+    """The cache alone: commit logs, objects and KV for the other roles, over gRPC and HTTP."""
     from sdcp_mono import compose
 
-    peers = {"routers": routers, "verifiers": verifiers, "drafters": drafters}
-    settings = _settings_of(CacheSettings, **peers, base=base, tls_dir=tls_dir, tls_name=tls_name, data_dir=data)
+    flags = {"base": base, "tls_dir": tls_dir, "tls_name": tls_name, "http_port": http_port, "data_dir": data}
+    settings = _settings_of(CacheSettings, **flags, routers=routers, verifiers=verifiers, drafters=drafters)
     _run_role("cache", settings, compose.run_cache)
 
 
 @app.command("split-demo")
 def split_demo(
     model: ModelOption = None,
-    port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8000,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI API.")] = None,
     data: DataOption = None,
     dtype: DtypeOption = None,
 ) -> None:
     """A cache, a router, two verifiers and two drafters as processes with TLS between them, until Ctrl-C."""
     from sdcp_mono.compose import demo
-    from sdcp_mono.models.source import resolve
 
     settings = _settings(model=model, port=port, data_dir=data, dtype=dtype)
-
-    def ready(cluster: Any) -> None:
-        err.print(demo.description(cluster), soft_wrap=True, markup=False)
-        err.print(f"[bold]sdcp-mono split-demo[/] answers at [cyan]{cluster.url}[/]; ask it:")
-        out.print(demo.CURL.format(url=cluster.url), soft_wrap=True, highlight=False, markup=False)
-
-    with _failures():
-        with _progress(settings) as progress:
-            folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
-        where = (settings.data_dir / "split-demo").absolute()
-        demo.run(where, folder, settings.dtype, settings.port, ready, lambda text: err.print(text, markup=False))
+    with _failures(), _progress(settings) as progress:
+        demo.run(settings, progress, lambda text: err.print(text, soft_wrap=True, markup=False, highlight=False))
 
 
 def _run_role(name: str, settings: Any, run: Any) -> None:
@@ -460,13 +451,14 @@ def _settings_of(kind: type[S], **flags: Any) -> S:
 def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
     from sdcp_mono.cache.commit_log import CommitLogUnusable
+    from sdcp_mono.cache.segments import TierUnusable
     from sdcp_mono.compose.cluster import RoleDied
     from sdcp_mono.core.problems import Refusal
     from sdcp_mono.frontend.errors import ApiError
 
     try:
         yield
-    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, RoleDied) as error:
+    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, TierUnusable, RoleDied) as error:
         err.print(f"[red]error[/] {escape(str(error))}")
         raise typer.Exit(1) from None
 

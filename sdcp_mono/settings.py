@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,7 +16,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.names import normalise_base, normalise_pattern
 from sdcp_mono.core.problems import Malformed
 
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -109,7 +110,17 @@ class StoreSettings(Common):
         description="Commit logs: postgresql://… (extra postgres) or s3://…, gs://…, az://… (extra objectstore); "
         "empty: an SQLite file in the data folder.",
     )  # fmt: skip
+    objects: str = Field(
+        "",
+        description="What of the objects others share, and KV that outlives this process: s3://…, gs://…, az://… or "
+        "file:///… (extra objectstore); empty: in memory and in this process's tiers only.",
+    )  # fmt: skip
     objects_mb: int = Field(256, ge=1, description="Objects in memory: 32 sessions' draft rows are 50 MB here.")
+    scope_percent: int = Field(
+        50, ge=1, le=100,
+        description="Share of the objects' memory and number that one scope may take: no tenant takes all of it, and "
+        "one alone still has room for twice what 32 sessions need.",
+    )  # fmt: skip
     kept_logs: int = Field(1000, ge=0, description="Logs of ended sessions that are kept, to resume and to replay.")
 
 
@@ -161,9 +172,11 @@ class LinkSettings(Common):
     listen: str = Field("", description="HOST:PORT to listen on; empty: those of base.")
     tls_dir: Path | None = Field(None, description="ca.pem, and this instance's pair, as `certs init` makes them.")
     tls_name: str = Field("", description="File name of the pair without .pem; empty: the role's.")
-    routers: Names = Field((), description="Base URIs of the routers.")
-    verifiers: Names = Field((), description="Base URIs of the verifiers.")
-    drafters: Names = Field((), description="Base URIs of the drafters.")
+    routers: Names = Field(
+        (), description="Base URIs of the routers; https://*.HOST:PORT/ admits every instance one label below HOST."
+    )
+    verifiers: Names = Field((), description="Base URIs of the verifiers, or https://*.HOST:PORT/.")
+    drafters: Names = Field((), description="Base URIs of the drafters, or https://*.HOST:PORT/.")
     cache: str = Field("", description="Base URI of the cache.")
     status_host: str = Field("127.0.0.1", description="Address of /health and /metrics.")
     status_port: int = Field(0, ge=0, le=65535, description="Port of /health and /metrics; 0 lets the system choose.")
@@ -182,7 +195,7 @@ class LinkSettings(Common):
     @field_validator("routers", "verifiers", "drafters")
     @classmethod
     def _all_bases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _bases(value)
+        return _bases(value, normalise_pattern)
 
 
 class RouterSettings(LinkSettings, AdmissionSettings):
@@ -192,24 +205,40 @@ class RouterSettings(LinkSettings, AdmissionSettings):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of the verifiers: part of the identity.")
 
 
-class VerifierSettings(LinkSettings, ModelSettings):
+class SharedKvSettings(TierSettings):
+    """KV between instances."""
+
+    kv_shared: bool = Field(
+        True, description="Keep a copy of committed tokens' KV in the cache, and load what another instance computed."
+    )
+
+
+class VerifierSettings(LinkSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono verifier``: the target model."""
 
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Ranks the target is divided among: processes of this host, a GPU each, or CPUs."
+    )
 
-class DrafterSettings(LinkSettings, DraftSettings, ModelSettings):
+
+class DrafterSettings(LinkSettings, DraftSettings, SharedKvSettings, ModelSettings):
     """``sdcp-mono drafter``: draft models."""
 
 
-class CacheSettings(LinkSettings, StoreSettings):
-    """``sdcp-mono cache serve``: objects and commit logs."""
+class CacheSettings(LinkSettings, StoreSettings, TierSettings):
+    """``sdcp-mono cache serve``: objects, KV and commit logs."""
+
+    http_host: str = Field("127.0.0.1", description="Address of the same resources over HTTP/2, for other engines.")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of them; 0: gRPC only.")
+    http_tls_name: str = Field("", description="File name of their pair without .pem; empty: that of gRPC.")
 
 
 def _names(value: object) -> object:
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 
-def _bases(value: tuple[str, ...]) -> tuple[str, ...]:
+def _bases(value: tuple[str, ...], normalise: Callable[[str], str] = normalise_base) -> tuple[str, ...]:
     try:
-        return tuple(map(normalise_base, value))
+        return tuple(map(normalise, value))
     except Malformed as malformed:
         raise ValueError(malformed.detail) from None

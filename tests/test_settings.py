@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from sdcp_mono.compose import node
-from sdcp_mono.settings import Settings
+from sdcp_mono.settings import RouterSettings, Settings
 
 LISTS = ("routers", "verifiers", "drafters", "caches", "trusted_drafters")
 
@@ -20,6 +20,17 @@ def test_peers_are_listed_with_commas_and_compared_in_one_spelling(monkeypatch: 
     monkeypatch.setenv(f"SDCP_{name.upper()}", "a.example")
     with pytest.raises(ValidationError, match=name):
         Settings()
+
+
+def test_only_roles_of_a_split_take_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDCP_DRAFTERS", "https://*.Drafter.ns.svc:9443,https://d.example/")
+    monkeypatch.setenv("SDCP_BASE", "https://10-0-0-1.router.ns.svc:9443/")
+    assert RouterSettings().drafters == ("https://*.drafter.ns.svc:9443/", "https://d.example/")
+    with pytest.raises(ValidationError, match="drafters"):
+        Settings()
+    monkeypatch.setenv("SDCP_BASE", "https://*.router.ns.svc:9443/")
+    with pytest.raises(ValidationError, match="base"):
+        RouterSettings()
 
 
 def test_the_kit_is_a_peer_with_the_development_ca_only() -> None:

@@ -291,6 +291,12 @@ class Pin:
         self._held: _Object | None = held
         self.blob, self.crc, self.data = held.blob, held.crc, held.data[:]
 
+    @property
+    def dropped(self) -> bool:
+        """Whether the object was dropped since it was pinned."""
+        with self._tier._lock:
+            return self._held in self._tier._dropped
+
     def release(self) -> None:
         """Let go, once; a second time is a ``ValueError`` and changes nothing."""
         with self._tier._lock:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Any, Final
 
-from sdcp_mono.core.names import MlcUri
+from sdcp_mono.core.names import SHORT_TTL_MS, MlcUri
 from sdcp_mono.core.ports import ObjectStore, RowsProblem
 from sdcp_mono.core.problems import Malformed, Unavailable
 
 KIND: Final = "q_rows"
-TTL_MS: Final = 60_000  # from publishing to the verdict: a round and its wait in the batch queue take seconds at worst
 MAX_HELD: Final = 4096  # leases remembered: as many as the store has objects by default
 
 
@@ -22,7 +21,7 @@ class LocalRows:
     it, whole, before use; it raises ``RowsProblem``. ``vocab_size`` is V of the target (AMB-133 to 137).
     """
 
-    def __init__(self, objects: ObjectStore, authority: str, vocab_size: int, *, ttl_ms: int = TTL_MS) -> None:
+    def __init__(self, objects: ObjectStore, authority: str, vocab_size: int, *, ttl_ms: int = SHORT_TTL_MS) -> None:
         self._objects = objects
         self._authority = authority
         self._vocab_size = vocab_size

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
+
+LEARN: Final = 0.2  # weight of one measurement
 
 
 class TierStats(Struct, frozen=True):
@@ -27,3 +31,19 @@ class TierStats(Struct, frozen=True):
     errors: int = 0  # of the machine: no memory, no disk, no network
     healthy: bool = True
     note: str = ""  # why it is not healthy, for a person
+
+
+class Rate:
+    """Bytes a second of a tier, as measured; ``guess`` before anything was."""
+
+    __slots__ = ("bytes_per_second",)
+
+    def __init__(self, guess: float) -> None:
+        self.bytes_per_second = guess
+
+    def seconds(self, size: int) -> float:
+        return size / self.bytes_per_second
+
+    def measured(self, size: int, seconds: float) -> None:
+        if size and seconds > 0:
+            self.bytes_per_second += LEARN * (size / seconds - self.bytes_per_second)

@@ -23,29 +23,22 @@ from typing import Final, Protocol
 import numpy as np
 from msgspec import structs
 
-from sdcp_mono.cache.blob import BadBlob, Blob, checksum, pack, unpack
+from sdcp_mono.cache.blob import Blob, checksum, pack
+from sdcp_mono.cache.evictor import Evictor
 from sdcp_mono.cache.host import HostTier, Pin, Room
+from sdcp_mono.cache.others import Others
 from sdcp_mono.cache.slabs import slot_bytes
-from sdcp_mono.cache.stats import TierStats
-from sdcp_mono.cache.transfers import Transfers
-from sdcp_mono.core.names import MlcUri
+from sdcp_mono.cache.stats import Rate, TierStats
+from sdcp_mono.cache.transfers import STOP_SECONDS, Transfers
 from sdcp_mono.core.ports import ObjectStore
-from sdcp_mono.core.problems import Conflict, Unavailable
+from sdcp_mono.core.problems import Conflict, Unavailable, Unprocessable
 
 log = logging.getLogger(__name__)
 
 HIGH, LOW = 0.90, 0.80  # of host memory: where the evictor begins, and where it stops
-TICK_SECONDS: Final = 1.0  # between two looks of the evictor when nobody wakes it
 CHUNK: Final = 8  # blobs a job loads: a long prefix is read by all threads, a short one costs one job
-GUESS: Final = {
-    "host": 2e9,
-    "disk": 1e8,
-    "remote": 5e7,
-}  # bytes a second before anything was measured: careful, not hopeless
-LEARN: Final = 0.2  # weight of one measurement
+HOST_GUESS, DISK_GUESS = 2e9, 1e8  # bytes a second before anything was measured: careful, not hopeless
 SECOND_USE: Final = 2  # touches: storing counts as one
-REMOTE_SECONDS: Final = 10.0  # of storing one blob with others
-REMOTE_AT_ONCE: Final = 8  # fetches of one load; the others' limits are about a hundred
 GET_SECONDS: Final = 10.0  # of an object that another machine asks for
 
 
@@ -61,17 +54,6 @@ class Disk(Protocol):
     def stats(self) -> TierStats: ...
     def supervise(self) -> None: ...
     def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Bytes a second of a tier, as measured."""
-
-    bytes_per_second: float
-
-    def after(self, size: int, seconds: float) -> None:
-        if size and seconds > 0:
-            self.bytes_per_second += LEARN * (size / seconds - self.bytes_per_second)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,39 +109,32 @@ class Tiers:
     ) -> None:
         self.host = host
         self.disk = disk
-        self.remote = remote
+        self.others = None if remote is None else Others(remote, partial(host.pin, use=False))
         self.transfers = transfers or Transfers()
-        self._rates = {name: _Rate(rate) for name, rate in GUESS.items()}
-        self._sending: set[asyncio.Task[None]] = set()
+        self.evictor = Evictor(self._tidy)
+        self._host_rate, self._disk_rate = Rate(HOST_GUESS), Rate(DISK_GUESS)
         self._corrupt = 0  # found damaged in host memory
-        self._remote = {"hits": 0, "misses": 0, "stored": 0, "corrupt": 0, "errors": 0, "refused": 0}
+        self._unsaved = 0  # writes that the disk raised at
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._evict = threading.Event()
         self._tidying = threading.Lock()
-        self._ended = False
-        self._deaths = 0
-        self._healthy = True
-        self._evictor: threading.Thread | None = None
 
     # ---- life ------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._evictor = threading.Thread(target=self._supervised, name="evictor", daemon=True)
-        self._evictor.start()
+        self.evictor.start()
 
     async def stop(self) -> None:
-        self._ended = True
-        self._evict.set()
-        for task in self._sending:
-            task.cancel()
-        await asyncio.gather(*self._sending, return_exceptions=True)
+        """End it within about twice ``STOP_SECONDS``, also while the disk hangs: then its threads are left to it."""
+        if self.others is not None:
+            await self.others.stop()
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        self.transfers.stop()
-        if self._evictor is not None:
-            self._evictor.join()
+        ended = self.transfers.stop()
+        if not (self.evictor.stop(STOP_SECONDS) and ended):
+            log.error("the disk tier hangs: what was being copied to it is lost")
+            return
         if self.disk is not None:
             self.disk.close()
 
@@ -170,25 +145,26 @@ class Tiers:
 
         False: it is there, or too many wait; then ``done`` is not called. Any thread; never waits.
         """
+        _check_size(blob, data)
         if blob.key in self.host:
             return False
         return self.transfers.submit(partial(self._store, blob, data, done), done)
 
     def _store(self, blob: Blob, data: memoryview, done: Callable[[], None]) -> None:
         try:
-            room = self._room(blob)
-            if room is None:
-                return
-            np.copyto(np.frombuffer(room.data, np.uint8), np.frombuffer(data, np.uint8))
+            stored = self._take(blob, data)
         finally:
             done()
-        self._commit(room)
-        if self.remote is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._send_soon, blob)
+        if stored and self.others is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self.others.send_soon, blob)
 
-    @staticmethod
-    def _commit(room: Room) -> bool:
+    def _take(self, blob: Blob, data: memoryview) -> bool | None:
+        """Copy bytes to host memory; False where the URI was taken meanwhile, None without room."""
+        room = self._room(blob)
+        if room is None:
+            return None
         try:
+            np.copyto(np.frombuffer(room.data, np.uint8), np.frombuffer(data, np.uint8))
             crc = checksum(room.data)
         except BaseException:
             room.abort()
@@ -201,8 +177,13 @@ class Tiers:
         if room is None:
             self._free(slot_bytes(blob.size))
             room = self.host.reserve(blob, staging=staging)
-        self._evict.set()
+        if self._over():
+            self.evictor.wake()
         return room
+
+    def _over(self) -> bool:
+        stats = self.host.stats()
+        return stats.used_bytes + stats.staging_bytes > HIGH * stats.capacity_bytes
 
     def _free(self, want: int) -> None:
         """Make ``want`` bytes free, what is used least first; what goes is on disk before it goes."""
@@ -220,32 +201,15 @@ class Tiers:
         if pin is None:
             return True
         with pin:
-            return self.disk.write(pin.blob, pin.data, pin.crc)
-
-    def _send_soon(self, blob: Blob) -> None:
-        if len(self._sending) >= self.transfers.limit:
-            self._remote["refused"] += 1
-            return
-        task = asyncio.ensure_future(self._send(blob))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _send(self, blob: Blob) -> None:
-        """Let others find it; best effort."""
-        pin = self.host.pin(blob.key, use=False)
-        if pin is None or self.remote is None:
-            return
-        with pin:
-            file = pack(blob, pin.data)
-        try:
-            async with asyncio.timeout(REMOTE_SECONDS):
-                await self.remote.put(blob.uri, file)
-            self._remote["stored"] += 1
-        except Conflict:
-            pass  # somebody else was faster: it is the same
-        except Exception as error:
-            self._remote["errors"] += 1
-            log.debug("a blob could not be stored with others: %s", error)
+            try:
+                saved = self.disk.write(pin.blob, pin.data, pin.crc)
+                if pin.dropped:  # while it was written: it must not come back
+                    self.disk.drop(key)
+            except Exception:
+                self._unsaved += 1
+                log.exception("an object could not be written to disk")
+                return False
+            return saved
 
     # ---- up: to the device -----------------------------------------------------------------------
 
@@ -257,76 +221,47 @@ class Tiers:
         count, seconds = 0, 0.0
         for blob in blobs:
             if blob.key in self.host:
-                name = "host"
+                rate = self._host_rate
             elif self.disk is not None and self.disk.find(blob.key) is not None:
-                name = "disk"
-            elif self.remote is not None:
-                name = "remote"
+                rate = self._disk_rate
+            elif self.others is not None:
+                rate = self.others.rate
             else:
                 break
             count += 1
-            seconds += blob.size / self._rates[name].bytes_per_second
+            seconds += rate.seconds(blob.size)
         return count, seconds
 
     async def load(self, blobs: Sequence[Blob], seconds: float) -> Loaded:
         """The leading blobs, pinned in host memory and checked; fewer if one is missing, damaged or late.
 
-        What neither host memory nor disk has is asked of ``remote`` first.
+        What neither host memory nor disk has is asked of others first.
         """
-        if self.remote is not None:
+        if self.others is not None:
+            missing = [
+                blob for blob in blobs
+                if blob.key not in self.host and (self.disk is None or self.disk.find(blob.key) is None)
+            ]  # fmt: skip
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds / 2):  # the rest is for what did arrive
-                    await self._fetch(blobs)
+                    await self.others.fetch(missing, lambda blob, data: self._take(blob, data) is not None)
         load = _Load(blobs, time.monotonic() + seconds, [None] * len(blobs))
         loop = asyncio.get_running_loop()
         waiting = []
-        for start in range(0, len(blobs), CHUNK):
-            done: asyncio.Future[None] = loop.create_future()
-            finished = partial(_finish_soon, loop, done)
-            if not self.transfers.submit(partial(self._load, load, start, finished), finished):
-                break
-            waiting.append(done)
-        if waiting:
-            await asyncio.wait(waiting, timeout=max(0.0, load.deadline - time.monotonic()))
-        return Loaded(load.take())
-
-    async def _fetch(self, blobs: Sequence[Blob]) -> None:
-        """Bring what only others hold to host memory; each group ends at the first that nobody has."""
-        missing = [b for b in blobs if b.key not in self.host and (self.disk is None or self.disk.find(b.key) is None)]
-        for start in range(0, len(missing), REMOTE_AT_ONCE):
-            if not all(await asyncio.gather(*map(self._fetch_one, missing[start : start + REMOTE_AT_ONCE]))):
-                return
-
-    async def _fetch_one(self, blob: Blob) -> bool:
-        assert self.remote is not None
         try:
-            value = await self.remote.get(blob.uri, MlcUri.parse(blob.uri).scope)
-            if value is None:
-                self._remote["misses"] += 1
-                return False
-            found, payload = unpack(value if isinstance(value, bytes) else value.to_bytes(), blob.uri)
-            if found != blob:
-                raise BadBlob(f"{found.size} bytes of {found.dtype} instead of {blob.size} of {blob.dtype}")
-        except BadBlob as bad:
-            self._remote["corrupt"] += 1
-            log.error("what others hold of %s can't be used: %s", blob.uri, bad)
-            return False
-        except Exception as error:  # down, slow, or confused: the KV is computed instead
-            self._remote["errors"] += 1
-            log.debug("a blob could not be fetched: %s", error)
-            return False
-        stored = await asyncio.to_thread(self._take, blob, payload)
-        self._remote["hits"] += stored
-        return stored
-
-    def _take(self, blob: Blob, payload: memoryview) -> bool:
-        """Store bytes that came from elsewhere and were checked."""
-        room = self._room(blob)
-        if room is None:
-            return False
-        np.copyto(np.frombuffer(room.data, np.uint8), np.frombuffer(payload, np.uint8))
-        self._commit(room)
-        return True
+            for start in range(0, len(blobs), CHUNK):
+                done: asyncio.Future[None] = loop.create_future()
+                finished = partial(_finish_soon, loop, done)
+                if not self.transfers.submit(partial(self._load, load, start, finished), finished):
+                    break
+                waiting.append(done)
+            if waiting:
+                await asyncio.wait(waiting, timeout=max(0.0, load.deadline - time.monotonic()))
+        except BaseException:  # who asked has gone: nobody would release what comes
+            for pin in load.take():
+                pin.release()
+            raise
+        return Loaded(load.take())
 
     def _load(self, load: _Load, start: int, finished: Callable[[], None]) -> None:
         try:
@@ -343,16 +278,20 @@ class Tiers:
         """A checked pin on a blob, from host memory or from disk; None is a miss."""
         started = time.perf_counter()
         pin = self.host.pin(blob.key)
-        if pin is not None:
-            if pin.blob.size == blob.size and checksum(pin.data) == pin.crc:
-                self._rates["host"].after(blob.size, time.perf_counter() - started)
-                if self.host.touches(blob.key) == SECOND_USE:
-                    self.transfers.submit(partial(self._save, blob.key), lambda: None)
-                return pin
+        if pin is None:
+            return self._from_disk(blob)
+        if pin.blob.size != blob.size:  # it is somebody else's business what it is
             pin.release()
-            self.host.drop(blob.key)
-            self._corrupt += 1
-            log.error("an object in host memory was damaged and is dropped: %s", blob.uri)
+            return None
+        if checksum(pin.data) == pin.crc:
+            self._host_rate.measured(blob.size, time.perf_counter() - started)
+            if self.host.touches(blob.key) == SECOND_USE:
+                self.transfers.submit(partial(self._save, blob.key), lambda: None)
+            return pin
+        pin.release()
+        self.host.drop(blob.key)
+        self._corrupt += 1
+        log.error("an object in host memory was damaged and is dropped: %s", blob.uri)
         return self._from_disk(blob)
 
     def _from_disk(self, blob: Blob) -> Pin | None:
@@ -371,18 +310,23 @@ class Tiers:
         if crc is None:
             room.abort()
             return None
-        self._rates["disk"].after(blob.size, time.perf_counter() - started)
+        self._disk_rate.measured(blob.size, time.perf_counter() - started)
         room.commit(crc)
         return self.host.pin(blob.key)
 
     # ---- for the MLC's resources -----------------------------------------------------------------
 
     async def put(self, blob: Blob, data: memoryview) -> None:
-        """Store what somebody else has computed. Raises ``Conflict`` if it is there, ``Unavailable`` without room."""
-        if self.contains(blob.uri):
-            raise Conflict("the object's URI is taken: objects are immutable")
-        if not await asyncio.to_thread(self._take, blob, data):
+        """Store what somebody else has computed.
+
+        Raises ``Conflict`` if the URI is taken, ``Unavailable`` without room, ``Unprocessable`` for another size.
+        """
+        _check_size(blob, data)
+        stored = False if self.contains(blob.uri) else await asyncio.to_thread(self._take, blob, data)
+        if stored is None:
             raise Unavailable(f"no room for {blob.size} bytes", retry_after_ms=1000)
+        if not stored:
+            raise Conflict("the object's URI is taken: objects are immutable")
 
     async def get(self, uri: str) -> bytes | None:
         """Header and payload, checked; None if it isn't here, or was damaged."""
@@ -401,8 +345,9 @@ class Tiers:
     def drop(self, uri: str) -> bool:
         """Forget an object in every tier of this process."""
         key = Blob(uri, 0).key
+        above = self.host.drop(key)  # first, so that who is saving it to disk sees that it is gone
         below = self.disk is not None and self.disk.drop(key)
-        return self.host.drop(key) or below
+        return above or below
 
     def _find(self, uri: str) -> Blob | None:
         key = Blob(uri, 0).key
@@ -415,21 +360,14 @@ class Tiers:
     # ---- for people and tests ---------------------------------------------------------------------
 
     def stats(self) -> tuple[TierStats, ...]:
-        host = self.host.stats()
+        host, evictor = self.host.stats(), self.evictor
         host = structs.replace(
-            host, corrupt=self._corrupt, errors=host.errors + self._deaths + self.transfers.failed,
-            healthy=host.healthy and self._healthy, note=host.note or ("" if self._healthy else "the evictor failed"),
+            host, corrupt=self._corrupt, errors=host.errors + evictor.failures + self.transfers.failed + self._unsaved,
+            healthy=host.healthy and evictor.healthy,
+            note=host.note or ("" if evictor.healthy else "the evictor failed"),
         )  # fmt: skip
-        tiers = [host] if self.disk is None else [host, self.disk.stats()]
-        if self.remote is not None:
-            counts = self._remote
-            tiers.append(
-                TierStats(
-                    name="remote", hits=counts["hits"], misses=counts["misses"], stored=counts["stored"],
-                    refused=counts["refused"], corrupt=counts["corrupt"], errors=counts["errors"],
-                )
-            )  # fmt: skip
-        return tuple(tiers)
+        disk = () if self.disk is None else (self.disk.stats(),)
+        return (host, *disk, *(() if self.others is None else (self.others.stats(),)))
 
     def settle(self, seconds: float = 30.0) -> bool:
         """Wait until nothing is on its way and the watermarks hold; blocks. False if that takes longer."""
@@ -442,34 +380,23 @@ class Tiers:
         self.settle()
         self._free(self.host.stats().capacity_bytes)
 
-    # ---- the evictor -----------------------------------------------------------------------------
-
-    def _supervised(self) -> None:
-        while not self._ended:
-            try:
-                self._tidy()
-            except Exception:  # it must not stay dead: memory would fill and every copy would make its own room
-                self._deaths += 1
-                self._healthy = False
-                log.exception("the evictor failed and is started again")
-                self._evict.wait(TICK_SECONDS)
-                self._evict.clear()
+    # ---- ahead of need ---------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        while not self._ended:
-            self._evict.wait(TICK_SECONDS)
-            self._evict.clear()
-            self._make_room_ahead()
-            if self.disk is not None:
-                self.disk.supervise()
-            self._healthy = True
+        self._make_room_ahead()
+        if self.disk is not None:
+            self.disk.supervise()
 
     def _make_room_ahead(self) -> None:
         """Above the high watermark, down to the low one: then an offer rarely has to wait for the disk."""
         with self._tidying:
-            stats = self.host.stats()
-            if stats.used_bytes + stats.staging_bytes > HIGH * stats.capacity_bytes:
-                self._free(int((1 - LOW) * stats.capacity_bytes))
+            if self._over():
+                self._free(int((1 - LOW) * self.host.stats().capacity_bytes))
+
+
+def _check_size(blob: Blob, data: memoryview) -> None:
+    if data.nbytes != blob.size:
+        raise Unprocessable(f"data: {data.nbytes} bytes where the object has {blob.size}")
 
 
 def _finish_soon(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:

@@ -6,11 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from sdcp_mono.compose.cluster import POLL_SECONDS, Cluster
-from sdcp_mono.models.identity import ModelFolder
+from sdcp_mono.compose.models import Progress
+from sdcp_mono.models.source import resolve
+from sdcp_mono.settings import Settings
 
 CURL: Final = (
     "curl {url}/chat/completions -H 'content-type: application/json' \\\n"
@@ -23,18 +24,19 @@ QUICK: Final = {"SDCP_DRAIN_SECONDS": "2", "SDCP_KV_MEMORY_MB": "256", "SDCP_KV_
 Show = Callable[[str], None]
 
 
-def run(folder: Path, model: ModelFolder, dtype: str, port: int, ready: Callable[[Cluster], None], show: Show) -> None:
+def run(settings: Settings, progress: Progress, show: Show) -> None:
     """Start the cluster, keep it up until told to stop, and leave no process behind.
 
     A role that dies is started again, as a supervisor would. One that doesn't come up ends the demo with ``RoleDied``.
     """
-    settings = {**QUICK, "SDCP_MODEL": str(model.path), "SDCP_DTYPE": dtype}
-    cluster = Cluster(folder, settings, port=port)
+    model = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
+    own = {**QUICK, "SDCP_MODEL": str(model.path), "SDCP_DTYPE": settings.dtype}
+    cluster = Cluster((settings.data_dir / "split-demo").absolute(), own, port=settings.port)
     with told_to_stop():
         try:
             cluster.start()
             cluster.wait()
-            ready(cluster)
+            show(description(cluster))
             while True:
                 for member in cluster.ended():
                     show(f"{member.name} died; it is started again")
@@ -57,6 +59,7 @@ def description(cluster: Cluster) -> str:
         f"Logs: {cluster.folder / 'logs'}",
         "Kill any role (kill -9 PROCESS) while it answers. Ctrl-C ends all.",
     ]
+    lines += [CURL.format(url=cluster.url), "", f"sdcp-mono split-demo answers at {cluster.url}"]
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ async def check(url: str, data_dir: Path) -> dict[str, Any]:
         return await check_logs(open_log(url, data_dir, stack))
 
 
-def open_objects(url: str) -> ObjectStore:
+def open_bucket(url: str) -> ObjectStore:
     """The shared objects in the bucket, or the directory, at ``url``. Raises ``TierUnusable``; blocks."""
     from sdcp_mono.cache.bucket import open_store
     from sdcp_mono.cache.bucket_objects import BucketObjects

@@ -17,7 +17,7 @@ from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.models.identity import ModelFolder
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
-from sdcp_mono.settings import DrafterSettings, DraftSettings, ModelSettings, Settings
+from sdcp_mono.settings import DrafterSettings, DraftSettings, ModelSettings, Settings, VerifierSettings
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,6 +39,13 @@ class Loaded:
     costs: Mapping[str, CostTable] = field(default_factory=dict)  # of a pass, by model, measured once loaded
     kv: Mapping[str, HoldsKv] = field(default_factory=dict)  # of the models that have KV of their own
     borrows: frozenset[str] = frozenset()  # drafters that read the target's
+    fault: Callable[[], str] = str  # why the target can't be used any more; empty while it can
+    closing: Callable[[], object] = bool  # on the models' thread, before it ends
+
+    def close(self) -> None:
+        """End what the models have started, and their thread."""
+        self.thread.submit(self.closing).result()
+        self.thread.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +87,22 @@ def _load(settings: Settings | ModelSettings, progress: Progress, drafting: Sett
     folder = resolve(settings.model, settings.data_dir, progress, dtype=settings.dtype)
     thread = ThreadPoolExecutor(1, thread_name_prefix="models")
     tokenizer = Tokenizer(folder.path)
-    target, drafts = thread.submit(_load_models, settings, drafting, folder, tokenizer, progress).result()
+    decoder, target, drafts = thread.submit(_load_models, settings, drafting, folder, tokenizer, progress).result()
     costs = thread.submit(_measure, target, drafts).result()
     named: list[tuple[str, Any]] = [("target", target), *((draft.name, draft) for draft, _ in drafts)]
     borrows = frozenset(name for name, model in named if getattr(model, "borrows", False))
     seconds = time.perf_counter() - started
     return Loaded(
-        settings, folder, target.card, tokenizer, target, drafts, thread, seconds, costs, _kv_of(named), borrows
-    )
+        settings, folder, target.card, tokenizer, target, drafts, thread, seconds, costs, _kv_of(named), borrows,
+        **_ranks(decoder),
+    )  # fmt: skip
+
+
+def _ranks(decoder: Any) -> dict[str, Any]:
+    """How to tell that a decoder of several ranks has failed, and to end them; nothing for any other decoder."""
+    if not hasattr(decoder, "fault"):
+        return {}
+    return {"fault": lambda: decoder.fault, "closing": decoder.close}
 
 
 def _kv_of(named: Sequence[tuple[str, Any]]) -> dict[str, HoldsKv]:
@@ -105,7 +120,7 @@ def _measure(target: TargetModel, drafts: tuple[tuple[DraftModel, bool], ...]) -
 
 def _load_models(
     settings: ModelSettings, drafting: Settings | None, folder: ModelFolder, tokenizer: Tokenizer, progress: Progress
-) -> tuple[TargetModel, tuple[tuple[DraftModel, bool], ...]]:
+) -> tuple[Any, TargetModel, tuple[tuple[DraftModel, bool], ...]]:
     """On the thread that owns them from now on. Imports torch, which a router never needs."""
     from sdcp_mono.runners.blocks import BLOCK_SIZE
     from sdcp_mono.runners.loading import load_decoder
@@ -115,17 +130,18 @@ def _load_models(
     def show(done: int, total: int) -> None:
         progress("Loading the target", done, total)
 
-    decoder = load_decoder(folder.path, settings.dtype, settings.engine, settings.threads, show)
+    ranks = settings.tensor_parallel if isinstance(settings, VerifierSettings) else 1
+    decoder = load_decoder(folder.path, settings.dtype, settings.engine, settings.threads, show, ranks)
     context = min(settings.max_context or folder.card.context, folder.card.context, decoder.context)
     card = structs.replace(folder.card, context=context)
     identity = card.target + settings.dtype.encode()  # KV of other weights or another dtype is other KV
     blocks = settings.kv_memory_mb * 2**20 // (BLOCK_SIZE * decoder.kv_bytes_per_token)
     paged = PagedModel(decoder, identity, blocks=blocks, token_budget=settings.token_budget)
     if drafting is None:
-        return TargetRunner(card, paged), ()
+        return decoder, TargetRunner(card, paged), ()
     lender = paged if drafting.share_kv else None
     drafts = tuple(_load_drafts(settings, drafting, folder, card, lender, tokenizer, progress))
-    return TargetRunner(card, paged), drafts
+    return decoder, TargetRunner(card, paged), drafts
 
 
 def _load_drafts(

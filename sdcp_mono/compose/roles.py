@@ -5,49 +5,49 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import uvicorn
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from sdcp_mono import certs
 from sdcp_mono.cache.kept_logs import KeptLogs
-from sdcp_mono.cache.memory import MemoryObjects
+from sdcp_mono.compose.links import Links
 from sdcp_mono.compose.logs import open_log
 from sdcp_mono.compose.models import LoadedDrafters, Progress, load_drafters, load_target
 from sdcp_mono.compose.serving import Server
-from sdcp_mono.compose.storage import AUTHORITY, MIB, Tiered, prefill_seconds, rows_from_bytes
+from sdcp_mono.compose.storage import (
+    AUTHORITY,
+    Tiered,
+    open_objects,
+    open_tiers,
+    prefill_seconds,
+    report_stores,
+    rows_from_bytes,
+)
 from sdcp_mono.core import cbor
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import (
-    DrafterPort,
     DraftRequest,
     ObjectStore,
-    RouterPort,
     ScoreRequest,
-    VerifierPort,
 )
 from sdcp_mono.core.problems import Unavailable
 from sdcp_mono.core.routing import Router
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
-from sdcp_mono.grpc.cache_client import CommitLogClient, GrpcRows, ObjectStoreClient
+from sdcp_mono.grpc.cache_client import GrpcRows
 from sdcp_mono.grpc.cache_service import CommitLogService, ObjectStoreService
-from sdcp_mono.grpc.channel import Channel
-from sdcp_mono.grpc.client import DrafterClient, RouterClient, VerifierClient
-from sdcp_mono.grpc.server import Service, serve_grpc
 from sdcp_mono.grpc.services import DrafterService, RouterService, VerifierService
-from sdcp_mono.http_gateway.identity import Access
+from sdcp_mono.http_gateway.mlc import MlcResources
 from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.drafter import Drafter, Source
 from sdcp_mono.roles.router import RouterRole, Terms
-from sdcp_mono.roles.routers import EveryRouter
 from sdcp_mono.roles.verifier import TokenFetcher, Verifier
 from sdcp_mono.settings import (
     CacheSettings,
@@ -58,6 +58,7 @@ from sdcp_mono.settings import (
 )
 from sdcp_mono.telemetry.http import HttpMetrics
 from sdcp_mono.telemetry.metrics import RoleMetrics
+from sdcp_mono.telemetry.tiers import TierMetrics
 
 log = logging.getLogger(__name__)
 
@@ -71,68 +72,6 @@ class Everyone:
 
     def __contains__(self, base: object) -> bool:
         return True
-
-
-class Links:
-    """Who a role is and whom it meets: certificates, allow lists, and one connection to each peer."""
-
-    def __init__(self, settings: LinkSettings, role: str, stack: AsyncExitStack) -> None:
-        directory = settings.tls_dir or settings.data_dir / "certs"
-        self.files = certs.files(directory, settings.tls_name or role)
-        if not self.files.key.exists():
-            raise ValueError(f"tls_dir: {self.files.key} is missing; make it with: sdcp-mono certs init {directory}")
-        self.settings = settings
-        self.stack = stack
-        own = (settings.base,)
-        self.access = Access.of(
-            routers=settings.routers + (own if role == "router" else ()),
-            verifiers=settings.verifiers + (own if role == "verifier" else ()),
-            drafters=settings.drafters + (own if role == "drafter" else ()),
-        )
-        self._channels: dict[str, Channel] = {}
-
-    def channel(self, base: str) -> Channel:
-        """The connection to the instance ``base``, opened when it is first used."""
-        if base not in self._channels:
-            made = self._channels[base] = Channel(urlsplit(base).netloc, self.files)
-            self.stack.push_async_callback(made.close)
-        return self._channels[base]
-
-    def verifiers(self) -> dict[str, VerifierPort]:
-        return {base: VerifierClient(self.channel(base)) for base in self.settings.verifiers}
-
-    def drafters(self) -> dict[str, DrafterPort]:
-        return {base: DrafterClient(self.channel(base)) for base in self.settings.drafters}
-
-    def routers(self) -> RouterPort:
-        """All routers as one; the first is told first."""
-        first, *others = self.settings.routers or (None,)
-        if first is None:
-            raise ValueError("routers: at least one base URI, to report to")
-        every = EveryRouter(
-            RouterClient(self.channel(first)), {base: RouterClient(self.channel(base)) for base in others}
-        )
-        self.stack.push_async_callback(every.stop)
-        return every
-
-    def objects(self) -> ObjectStoreClient:
-        return ObjectStoreClient(self.channel(self._cache()))
-
-    def log(self) -> CommitLogClient:
-        return CommitLogClient(self.channel(self._cache()))
-
-    def _cache(self) -> str:
-        if not self.settings.cache:
-            raise ValueError("cache: the base URI of the cache, where commit logs and draft rows live")
-        return self.settings.cache
-
-    async def serve(self, services: Sequence[Service]) -> None:
-        """Answer the other roles until the stack is left."""
-        listen = self.settings.listen or urlsplit(self.settings.base).netloc
-        host, _, port = listen.rpartition(":")
-        await self.stack.enter_async_context(
-            serve_grpc(host=host.strip("[]"), port=int(port), files=self.files, access=self.access, services=services)
-        )
 
 
 def token_fetcher(objects: ObjectStore) -> TokenFetcher:
@@ -153,22 +92,36 @@ def token_fetcher(objects: ObjectStore) -> TokenFetcher:
 
 async def run_cache(settings: CacheSettings, progress: Progress, ready: Ready) -> None:
     """``sdcp-mono cache serve``."""
-    async with AsyncExitStack() as stack, _status(settings, CollectorRegistry()) as status:
-        links = Links(settings, "mlc", stack)
-        log = KeptLogs(await asyncio.to_thread(open_log, settings.log, settings.data_dir, stack), settings.kept_logs)
+    registry = CollectorRegistry()
+    async with AsyncExitStack() as stack, _status(settings, registry) as status:
+        links = Links(settings, "mlc", stack, registry)
+        store = await asyncio.to_thread(open_log, settings.log, settings.data_dir, stack)
+        log = KeptLogs(store, settings.kept_logs)
         await log.adopt()  # those of live sessions are among the newest, which are kept
-        objects = MemoryObjects(settings.objects_mb * MIB)
+        tiers = await asyncio.to_thread(open_tiers, settings)
+        if tiers is not None:
+            tiers.start()
+            stack.push_async_callback(tiers.stop)
+        objects = await asyncio.to_thread(open_objects, settings, tiers)
+        TierMetrics(registry, objects.stats, dict, objects)
         await links.serve((ObjectStoreService(objects), CommitLogService(log)))
-        await status.until_told(lambda: {"role": "cache"}, lambda: ready(settings.base))
+        if settings.http_port:
+            await links.serve_http(MlcResources(objects, store, AUTHORITY).resources, settings)
+
+        async def report(check: bool) -> dict[str, Any]:
+            told = {"tiers": [structs.asdict(tier) for tier in objects.stats()]}
+            return told | await report_stores(objects, log, check)
+
+        await status.until_told(lambda: {"role": "cache"}, lambda: ready(settings.base), report)
 
 
 async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Ready) -> None:
     """``sdcp-mono verifier``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
-        links = Links(settings, "verifier", stack)
+        links = Links(settings, "verifier", stack, registry)
         loaded = await asyncio.to_thread(load_target, settings, progress)
-        stack.callback(loaded.thread.shutdown)
+        stack.callback(loaded.close)
         objects, card = links.objects(), loaded.card
         observer = RoleMetrics(registry, ("target",), 64)
         engine = Engine(card, Limits(sessions=2 * settings.max_sessions), Everyone())
@@ -180,7 +133,8 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
             "target", loaded.target.step, loaded.thread, expected=running, observer=observer,
             rows=lambda request: len(request.tokens) + 1, cost=loaded.costs.get("target"),
         )  # fmt: skip
-        tiered = Tiered(settings, loaded.kv, remote=objects)
+        tiered = Tiered(settings, loaded.kv, remote=objects if settings.kv_shared else None)
+        TierMetrics(registry, tiered.stats, tiered.counts)
         await tiered.open(loaded.thread, stack)
         verifier = Verifier(
             settings.base, engine, loaded.target, score, links.log(),
@@ -189,14 +143,18 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
             restore=tiered.restorer(
                 "target", score.call, lambda tokens: prefill_seconds(score.cost, settings.token_budget, tokens)
             ),
+            fault=loaded.fault,
         )  # fmt: skip
-        verifier.start()
         stack.push_async_callback(verifier.stop)
-        await links.serve((VerifierService(verifier, card, engine.drafter_of),))
-        await status.until_told(
-            lambda: {"role": "verifier", "sessions": running(), "preempted": verifier.residency.preempted},
-            lambda: ready(settings.base), tiered.report,
-        )  # fmt: skip
+        server = await links.serve((VerifierService(verifier, card, engine.drafter_of),))
+        verifier.start()  # it reports, so it must answer
+
+        def facts() -> dict[str, Any] | None:
+            counts = {"sessions": running(), "preempted": verifier.residency.preempted}
+            return None if verifier.lost else {"role": "verifier", **counts}
+
+        await status.until_told(facts, lambda: ready(settings.base), tiered.report)
+        await server.ready(False)
         await verifier.drain(settings.drain_seconds)
 
 
@@ -204,14 +162,15 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
     """``sdcp-mono drafter``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
-        links = Links(settings, "drafter", stack)
+        links = Links(settings, "drafter", stack, registry)
         loaded: LoadedDrafters = await asyncio.to_thread(load_drafters, settings, progress)
         stack.callback(loaded.thread.shutdown)
         if not loaded.drafts:
             raise ValueError("draft: a drafter needs at least one; leave it out for the best that ships")
         objects, card = links.objects(), loaded.card
         observer = RoleMetrics(registry, tuple(model.name for model, _ in loaded.drafts), 64)
-        tiered = Tiered(settings, loaded.kv, remote=None)
+        tiered = Tiered(settings, loaded.kv, remote=objects if settings.kv_shared else None)
+        TierMetrics(registry, tiered.stats, tiered.counts)
         await tiered.open(loaded.thread, stack)
         sources: list[Source] = []
         for model, instant in loaded.drafts:
@@ -229,12 +188,13 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
             GrpcRows(objects, AUTHORITY, card.vocab_size, partial(rows_from_bytes, card.vocab_size)),
             links.routers(), token_fetcher(objects), m_fixed=settings.m_fixed,
         )  # fmt: skip
-        drafter.start()
         stack.push_async_callback(drafter.stop)
-        await links.serve((DrafterService(drafter),))
+        server = await links.serve((DrafterService(drafter),))
+        drafter.start()
         await status.until_told(
             lambda: {"role": "drafter", "sessions": drafter.sessions}, lambda: ready(settings.base), tiered.report
         )
+        await server.ready(False)
         await drafter.drain(settings.drain_seconds)
 
 
@@ -248,7 +208,7 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
     app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
     async with AsyncExitStack() as stack:
         server, serving = await stack.enter_async_context(_http(app, settings.host, settings.port))
-        links = Links(settings, "router", stack)
+        links = Links(settings, "router", stack, registry)
         folder = await asyncio.to_thread(resolve, settings.model, settings.data_dir, progress, dtype=settings.dtype)
         terms = Terms(
             m_max=settings.m_max, m_init=min(settings.m_init, settings.m_max), low_ratio=settings.low_ratio,
@@ -284,7 +244,7 @@ class Status:
 
     async def until_told(
         self,
-        facts: Callable[[], dict[str, Any]],
+        facts: Callable[[], dict[str, Any] | None],
         ready: Callable[[], None],
         cache: Callable[[bool], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:

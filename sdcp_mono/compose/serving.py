@@ -76,7 +76,7 @@ async def run(settings: Settings, progress: Progress, ready: Callable[[str], Non
     try:
         loaded = loading.result()
         async with Node(loaded, registry, gateway=settings.gateway) as node:
-            TierMetrics(registry, node.storage.stats, node.storage.counts)
+            TierMetrics(registry, node.storage.stats, node.storage.counts, node.storage.objects)
             app.attach(node.serving, loaded.tokenizer, node.cache_report)
             port = server.servers[0].sockets[0].getsockname()[1]
             ready(f"http://{settings.host}:{port}")

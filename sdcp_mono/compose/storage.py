@@ -17,21 +17,22 @@ from sdcp_mono.cache.inspecting import DISK, check_logs
 from sdcp_mono.cache.kept_logs import KeptLogs
 from sdcp_mono.cache.kv import KvCache
 from sdcp_mono.cache.memory import MemoryObjects
+from sdcp_mono.cache.objects import RoutedObjects
 from sdcp_mono.cache.stats import TierStats
 from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.cache.transfers import Transfers
-from sdcp_mono.compose.logs import open_log
+from sdcp_mono.compose.logs import open_bucket, open_log
 from sdcp_mono.core.kv import HoldsKv, KvTiers
 from sdcp_mono.core.ports import ObjectStore
 from sdcp_mono.core.speculation import CostTable
 from sdcp_mono.roles.residency import OnThread
 from sdcp_mono.roles.restoring import Restorer
-from sdcp_mono.settings import Settings, TierSettings
+from sdcp_mono.settings import Settings, StoreSettings, TierSettings
 
 log = logging.getLogger(__name__)
 
 AUTHORITY: Final = "local"  # the one cache that a deployment's roles share calls itself so
-KV: Final = "target_kv"  # also of a draft model's prefixes: the key says which model's
+TARGET_KV, PREFIX_KV = "target_kv", "prefix_kv"  # the second: a draft model's (docs/decisions/0007)
 MIB: Final = 2**20
 STAGING_MB: Final = 32  # of the host tier that may be on its way up at once: 85 blocks of the default model
 
@@ -55,6 +56,12 @@ def open_tiers(settings: TierSettings, remote: ObjectStore | None = None) -> Tie
     return Tiers(host, disk, remote, Transfers())
 
 
+def open_objects(settings: StoreSettings, tiers: Tiers | None) -> RoutedObjects:
+    """The objects that this process serves: each kind in memory, in its tiers, or in the bucket; blocks."""
+    memory = MemoryObjects(settings.objects_mb * MIB, scope_percent=settings.scope_percent)
+    return RoutedObjects(memory, tiers, open_bucket(settings.objects) if settings.objects else None)
+
+
 def prefill_seconds(cost: CostTable, budget: int, tokens: int) -> float:
     """What computing the KV of ``tokens`` tokens is expected to take, ``budget`` rows a pass."""
     passes, rest = divmod(tokens, budget)
@@ -71,7 +78,13 @@ class Tiered:
         self._caches: dict[str, KvTiers] = {}
         if self.tiers is not None:
             self._caches = {
-                name: KvCache(self.tiers, AUTHORITY, KV, model.kv_dtype, model.block_bytes)
+                name: KvCache(
+                    self.tiers,
+                    AUTHORITY,
+                    TARGET_KV if name == "target" else PREFIX_KV,
+                    model.kv_dtype,
+                    model.block_bytes,
+                )
                 for name, model in kv.items()
             }
 
@@ -130,19 +143,26 @@ class Storage(Tiered):
         self.stack = AsyncExitStack()
         self.store = open_log(settings.log, settings.data_dir, self.stack)
         self.log = KeptLogs(self.store, settings.kept_logs)
-        self.objects = MemoryObjects(settings.objects_mb * MIB)
+        self.objects = open_objects(settings, self.tiers)
 
     async def start(self, thread: Executor) -> None:
         """``thread`` owns the models."""
         await self.log.adopt()
         await self.open(thread, self.stack)
 
+    def stats(self) -> list[TierStats]:
+        return [*super().stats(), self.objects.memory.tier()]
+
     async def report(self, check: bool = False) -> dict[str, Any]:
         """With ``check`` every log is read to its end."""
-        report = await super().report()
-        report["objects"] = structs.asdict(self.objects.stats())
-        report["logs"] = await check_logs(self.log) if check else {"logs": len(await self.log.names())}
-        return report
+        return await super().report() | await report_stores(self.objects, self.log, check)
+
+
+async def report_stores(objects: RoutedObjects, log: KeptLogs, check: bool) -> dict[str, Any]:
+    """Plain data for ``cache stat``: what is neither KV nor a tier. Leases that ran out are named by their holder."""
+    report = {"objects": objects.counts(), "leases that ran out": objects.forced()}
+    logs = await check_logs(log) if check else {"logs": len(await log.names())}
+    return {name: facts for name, facts in report.items() if facts} | {"logs": logs}
 
 
 def rows_from_bytes(vocab_size: int, data: bytes, tokens: tuple[int, ...]) -> Any:

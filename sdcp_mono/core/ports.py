@@ -7,6 +7,7 @@ Models are called on the one thread that owns them, hence plain methods; everyth
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -89,6 +90,10 @@ class ScoreRequest(Struct, frozen=True):
     uniforms: Uniforms | None = None
     rows: Any = None
     top_logprobs: int = -1
+
+
+class ModelLost(RuntimeError):
+    """The model can't be used any more in this process: one of its ranks has died, say."""
 
 
 class ScoreFailure(Struct, frozen=True):
@@ -393,6 +398,13 @@ class ObjectStore(Protocol):
     async def renew(self, uri: str, lease_id: str, ttl_ms: int) -> Lease | None: ...
     async def unlease(self, uri: str, lease_id: str) -> None: ...
     async def delete(self, uri: str) -> None: ...
+
+
+class ServedObjects(ObjectStore, Protocol):
+    """A store that others read from: what is on its way to one of them keeps its room."""
+
+    def reading(self, uri: str, scope: bytes | None) -> AbstractAsyncContextManager[bytes | None]:
+        """The bytes, held until the block is left; None as ``get``, and where they ended while they were copied."""
 
 
 class Got(Struct, frozen=True):

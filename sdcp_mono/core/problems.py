@@ -106,3 +106,12 @@ class Unavailable(Refusal):
     """Nothing was committed; the same request may succeed later (AMB-145)."""
 
     status, title = 503, "Service Unavailable"
+
+
+class OverQuota(Unavailable):
+    """One scope has used up its share; the others are not affected. ``detail`` begins with the field at fault."""
+
+    @property
+    def field(self) -> str:
+        """``scope_bytes`` or ``scope_objects``."""
+        return self.detail.partition(":")[0]

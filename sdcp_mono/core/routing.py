@@ -43,7 +43,9 @@ from sdcp_mono.core.problems import Conflict, Refusal, SessionClosed, StaleEpoch
 from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
 
 MAX_TTL_MS: Final = 60_000  # a longer promise than this would hide a death for too long (AMB-184)
-MAX_INSTANCES: Final = 1024  # instances are configured by people; more reports than this are a fault
+LEAVING_TTL_MS: Final = 1  # of the reports of an instance that is about to stop; 0: it is of no use already
+LEAVING_MS: Final = 2_000  # from its last report, until it has stopped; it reports ten times a second
+MAX_INSTANCES: Final = 1024  # those that came and went are forgotten; more than this within a minute are a fault
 MAX_TRIES: Final = 5  # drafters or verifiers that are tried for one session before it waits or is given up
 STRANDED_MS: Final = 60_000  # without any verifier alive a session is kept this long: a restart takes less
 AVOID_MS: Final = 1_000  # a drafter that was just left is taken again only if no other has come by then (AMB-117)
@@ -56,6 +58,7 @@ class Instance(Struct):
     role: Role
     status: Status
     expires_ms: int
+    heard_ms: int
     sessions: int = 0
 
 
@@ -142,9 +145,9 @@ class Router:
         if known is None:
             if len(self.instances) >= MAX_INSTANCES:
                 raise Unavailable("too many instances report to this router")
-            self.instances[key] = Instance(base, key[1], status, expires)
-        else:
-            known.status, known.expires_ms = status, expires
+            self.instances[key] = Instance(base, key[1], status, expires, now_ms)
+        else:  # a report says everything, so one is enough after a gap
+            known.status, known.expires_ms, known.heard_ms = status, expires, now_ms
 
     def alive(self, role: Role, now_ms: int) -> list[Instance]:
         return [i for i in self.instances.values() if i.role is role and now_ms < i.expires_ms]
@@ -372,7 +375,8 @@ class Router:
                 elif now_ms - routed.stranded_since_ms >= STRANDED_MS:
                     steps += self._finish(session, "no verifier is alive")
             elif routed.verifier not in verifiers and routed.stage not in (Stage.FENCING, Stage.READING):
-                steps += self.verifier_lost(session, routed.epoch)
+                if not self._stays(routed, now_ms):
+                    steps += self.verifier_lost(session, routed.epoch)
             elif routed.stage is Stage.WAITING:
                 waited = now_ms - (now_ms if routed.waiting_since_ms is None else routed.waiting_since_ms)
                 if self.patience_ms is not None and waited >= self.patience_ms:
@@ -385,6 +389,12 @@ class Router:
         for key in gone:
             del self.instances[key]
         return steps
+
+    def _stays(self, routed: Routed, now_ms: int) -> bool:
+        """Whether a session may end where it is: its verifier only leaves, and no other could take it."""
+        at = self.instances.get((routed.verifier, Role.VERIFIER))
+        leaving = at is not None and at.status.ttl_ms == LEAVING_TTL_MS and now_ms - at.heard_ms < LEAVING_MS
+        return leaving and self._verifier_for(routed.opening.contract, now_ms) is None
 
     def verifier_lost(self, session: SessionId, epoch: int) -> list[Step]:
         """Fence first, so that the old verifier, even if only cut off, commits nothing more.

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Final, Protocol
 
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
-from sdcp_mono.core.names import MlcUri
+from sdcp_mono.core.names import SHORT_TTL_MS, MlcUri
 from sdcp_mono.core.ports import AppendOutcome, ByteSource, Got, Lease, LogAppend, ObjectMeta, RowsProblem
 from sdcp_mono.core.problems import Malformed, Refusal, TooLarge, Unavailable
 from sdcp_mono.grpc.cache_service import MAX_OBJECT, PIECE
@@ -24,7 +24,6 @@ OBJECT_SECONDS: Final = 30.0
 FETCH_SECONDS: Final = 2.0  # of draft rows; a round waits for them (AMB-138)
 MAX_LOG: Final = 64 * 2**20  # octets: 64 Ki rounds of a thousand
 ROWS: Final = "q_rows"
-ROWS_TTL_MS: Final = 60_000  # from publishing to the verdict
 PUBLISHED: Final = 4096  # rows remembered until they are released; older ones have ended by themselves
 
 _OUTCOMES: Final[Mapping[int, AppendOutcome]] = {pb.APPEND_OUTCOME_OK: "ok", pb.APPEND_OUTCOME_FENCED: "fenced"}
@@ -38,6 +37,8 @@ class ObjectStoreClient:
 
     async def put(self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None) -> ObjectMeta:
         body = value if isinstance(value, bytes) else value.to_bytes()
+        if len(body) > MAX_OBJECT:  # said by the server too, but a refusal gets lost under what is still being sent
+            raise TooLarge(f"size: more than {MAX_OBJECT} octets")
 
         async def parts() -> AsyncIterator[pb.PutPart]:
             yield pb.PutPart(header=pb.PutHeader(uri=uri, size=len(body), ttl_ms=ttl_ms))
@@ -203,7 +204,7 @@ class GrpcRows:
 
     async def publish(self, rows: Any, scope: bytes | None) -> str:
         uri = str(MlcUri(self._authority, scope, ROWS, secrets.token_hex(16)))
-        await self._objects.put(uri, rows, ttl_ms=ROWS_TTL_MS)
+        await self._objects.put(uri, rows, ttl_ms=SHORT_TTL_MS)
         self._published[uri] = None
         if len(self._published) > PUBLISHED:
             self._published.popitem(last=False)

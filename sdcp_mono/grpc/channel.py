@@ -1,10 +1,15 @@
-"""A connection to one peer: its certificate, keepalive, sizes, and a deadline on every call."""
+"""A connection to one peer: its certificate, keepalive, sizes, and a deadline on every call.
+
+A host such as ``10-1-2-3.drafter.ns.svc`` is dialled at 10.1.2.3, so that a new instance needs no DNS entry before it
+can be called. Nothing is taken from the address: the certificate must name the host all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, Self
 
 import grpc
@@ -12,6 +17,7 @@ import grpc
 from sdcp_mono.core.problems import Unavailable
 from sdcp_mono.grpc import problems
 from sdcp_mono.grpc.calls import Tracing, seconds_left
+from sdcp_mono.grpc.identity import INSTANCE
 from sdcp_mono.grpc.tls import PemFiles, Pems, channel_credentials
 
 MAX_MESSAGE: Final = 20 * 2**20  # octets: an inline prompt of 4 Mi token ids; objects and logs come in pieces
@@ -39,12 +45,17 @@ _OPTIONS: Final[Sequence[tuple[str, int]]] = (
 class Channel:
     """Calls to the server at ``address`` (``host:port``). Usable from one event loop; close it before that ends.
 
-    The server's certificate must be of the CA and name the host. Raises ``OSError`` for files that can't be used.
+    The server's certificate must be of the CA and name the host. ``instance`` is the base URI of who calls, where its
+    certificate is a pool's. Raises ``OSError`` for files that can't be used.
     """
 
-    def __init__(self, address: str, files: PemFiles, *, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, address: str, files: PemFiles | Pems, *, instance: str = "", tracing: Tracing | None = None
+    ) -> None:
         self.address = address
-        self._pems = Pems(files)
+        self._pems = files if isinstance(files, Pems) else Pems(files)
+        self._pem = self._pems.current()
+        self._instance = instance
         self._tracing = tracing or Tracing()
         self._channel: grpc.aio.Channel | None = None
         self._stubs: dict[Callable[..., Any], Any] = {}
@@ -56,13 +67,14 @@ class Channel:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
+    async def close(self, grace_seconds: float | None = None) -> None:
+        """Calls under way end at once, or may take ``grace_seconds``."""
         for task in list(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close()
-        self._channel, self._stubs = None, {}
+        channel, self._channel, self._stubs = self._channel, None, {}
+        if channel is not None:
+            await _close_later(channel, grace_seconds)
 
     async def call(self, stub: Callable[..., Any], method: str, request: Any, seconds: float) -> Any:
         """One call, its request a message or an iterator of them. Raises the ``Refusal`` that was answered.
@@ -90,7 +102,7 @@ class Channel:
             call.cancel()  # type: ignore[attr-defined]  # of no effect once it is over
 
     def _stub(self, stub: Callable[..., Any]) -> Any:
-        if self._channel is None or self._pems.renewed():
+        if self._channel is None or self._pem is not self._pems.current():
             self._replace()
         if stub not in self._stubs:
             self._stubs[stub] = stub(self._channel)
@@ -99,10 +111,12 @@ class Channel:
     def _replace(self) -> None:
         """Connect with the certificate that is in the files now; what the old connection has under way may end."""
         if self._channel is not None:
-            task = asyncio.get_running_loop().create_task(_close_later(self._channel))
+            task = asyncio.get_running_loop().create_task(_close_later(self._channel, CLOSE_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._channel = grpc.aio.secure_channel(self.address, channel_credentials(self._pems), options=_OPTIONS)
+        self._pem = self._pems.current()
+        target, options = dialled(self.address)
+        self._channel = grpc.aio.secure_channel(target, channel_credentials(self._pem), options=(*_OPTIONS, *options))
         self._stubs = {}
 
     def _timeout(self, seconds: float) -> float:
@@ -114,10 +128,36 @@ class Channel:
         return min(seconds, left)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self._tracing.inject().items())
+        instance = ((INSTANCE, self._instance),) if self._instance else ()
+        return (*instance, *self._tracing.inject().items())
 
 
-async def _close_later(channel: grpc.aio.Channel) -> None:
-    with suppress(asyncio.CancelledError):
-        await channel.close(CLOSE_SECONDS)
-    await channel.close()
+def dialled(address: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """What to tell gRPC to connect to for ``host:port``, and with which options."""
+    host, _, port = address.rpartition(":")
+    label, dot, _ = host.partition(".")
+    found = address_in(label) if dot else None
+    if found is None:
+        return address, ()
+    where = f"ipv6:[{found}]:{port}" if found.version == 6 else f"ipv4:{found}:{port}"
+    return where, (("grpc.ssl_target_name_override", host), ("grpc.default_authority", address))
+
+
+def label_of(address: str) -> str:
+    """The label of the instance at an IP address: with hyphens, as Kubernetes names the pods of a headless service."""
+    return str(ip_address(address)).replace(".", "-").replace(":", "-")
+
+
+def address_in(label: str) -> IPv4Address | IPv6Address | None:
+    """The address that a label spells, if it does."""
+    for separator in ".:":
+        with suppress(ValueError):
+            return ip_address(label.replace("-", separator))
+    return None
+
+
+async def _close_later(channel: grpc.aio.Channel, grace_seconds: float | None) -> None:
+    try:
+        await channel.close(grace_seconds)
+    finally:
+        await channel.close()

@@ -1,9 +1,13 @@
-"""Who calls over gRPC: the client certificate's one URI SAN (AMB-039), by the rules of the HTTP gateway."""
+"""Who calls over gRPC: the client certificate's one URI SAN (AMB-039), by the rules of the HTTP gateway.
+
+Instances of a pool share a certificate, whose URI SAN is the pool's identity. Which of them calls is in the metadata of
+the call, and holds if it is the identity itself or one label below it: members of a pool are trusted alike.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
@@ -13,11 +17,12 @@ from cryptography.hazmat.primitives import hashes
 from msgspec import Struct, structs
 
 from sdcp_mono.core.messages import Assignment
-from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.names import is_member, normalise_base
 from sdcp_mono.core.problems import Forbidden, Malformed
 
 CACHED: Final = 1024  # certificates parsed and remembered: more than a server has peers
 TLS_VERSION: Final = (b"TLSv1.3",)
+INSTANCE: Final = "sdcp-instance"  # metadata: the caller's base URI
 
 
 class Access(Protocol):
@@ -27,9 +32,9 @@ class Access(Protocol):
     """
 
     @property
-    def routers(self) -> frozenset[str]: ...
+    def routers(self) -> Container[str]: ...
     @property
-    def verifiers(self) -> frozenset[str]: ...
+    def verifiers(self) -> Container[str]: ...
     @property
     def instances(self) -> Mapping[str, str]: ...
     @property
@@ -56,11 +61,23 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any], access: Access) -> Ca
     uris, fingerprint, expires = _read(leaf)
     if expires <= time.time():  # a connection can outlive its certificate
         raise Forbidden("the client certificate has expired")
-    if (alias := access.aliases.get(fingerprint)) is not None:
-        return Caller(alias)
-    if len(uris) != 1:
-        raise Forbidden(f"the client certificate names {len(uris)} URIs; its identity is exactly one URI SAN")
-    return Caller(access.aliases.get(uris[0], uris[0]))
+    identity = access.aliases.get(fingerprint)
+    if identity is None:
+        if len(uris) != 1:
+            raise Forbidden(f"the client certificate names {len(uris)} URIs; its identity is exactly one URI SAN")
+        identity = access.aliases.get(uris[0], uris[0])
+    return Caller(_instance(context, identity))
+
+
+def _instance(context: grpc.aio.ServicerContext[Any, Any], identity: str) -> str:
+    """Who of ``identity`` calls: what the metadata says, if it may."""
+    told = [value for key, value in context.invocation_metadata() or () if key == INSTANCE]
+    if not told:
+        return identity
+    instance = normalise(told[0]) if len(told) == 1 and isinstance(told[0], str) else ""
+    if instance != identity and not is_member(instance, identity):
+        raise Forbidden(f"{INSTANCE}: neither this certificate's identity nor an instance one label below it")
+    return instance
 
 
 def normalise(uri: str) -> str:

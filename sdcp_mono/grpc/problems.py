@@ -41,6 +41,7 @@ CODES: Final[Mapping[type[Refusal], StatusCode]] = {
     problems.Unprocessable: StatusCode.INVALID_ARGUMENT,
     problems.TooManyRequests: StatusCode.RESOURCE_EXHAUSTED,
     problems.Unavailable: StatusCode.UNAVAILABLE,
+    problems.OverQuota: StatusCode.UNAVAILABLE,
 }
 _KINDS: Final = {kind.__name__: kind for kind in CODES}
 

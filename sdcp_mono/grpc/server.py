@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -20,7 +20,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
-from sdcp_mono.core.problems import Refusal, TooManyRequests, Unavailable
+from sdcp_mono.core.problems import Refusal, TooManyRequests
 from sdcp_mono.grpc import problems
 from sdcp_mono.grpc.calls import Call, Tracing, begin
 from sdcp_mono.grpc.channel import MAX_MESSAGE, PING_MS, PONG_MS
@@ -87,7 +87,7 @@ async def serve_grpc(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    files: PemFiles,
+    files: PemFiles | Pems,
     access: Access,
     services: Sequence[Service],
     tracing: Tracing | None = None,
@@ -99,7 +99,7 @@ async def serve_grpc(
     Port 0 lets the system choose. ``reflect``: tell the CA's identities what there is, for tools such as grpcurl.
     Raises ``OSError`` for a port or files that can't be used.
     """
-    pems = Pems(files)
+    pems = files if isinstance(files, Pems) else Pems(files)
     stopping = asyncio.Event()
     guard = Guard(access, stopping, tracing or Tracing(), calls_of_one)
     server = grpc.aio.server(interceptors=(guard,), options=_OPTIONS, maximum_concurrent_rpcs=CALLS)
@@ -166,8 +166,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _stream(self, name: str, handle: Callable[[Any, Context], AsyncIterator[Any]]) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._call(name, context):
-                async for message in handle(request, context):
+            # Closed when the caller leaves, not when somebody collects garbage: it may hold what it sends.
+            async with self._call(name, context), aclosing(handle(request, context)) as messages:  # type: ignore[type-var]
+                async for message in messages:
                     yield message
 
         return guarded
@@ -191,7 +192,7 @@ class Guard(grpc.aio.ServerInterceptor):
             # The caller has gone, and hears nothing; or somebody here ended the task or what it waited for, and without
             # a status the caller would wait for its deadline.
             with suppress(grpc.aio.BaseError, Exception):
-                await problems.abort(context, Unavailable("the call was cancelled"))
+                await context.abort(grpc.StatusCode.CANCELLED, "the call was cancelled")
             raise
         except Exception as error:
             log.exception("%s failed", name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
 
@@ -76,6 +77,7 @@ class Call:
         self.headers = Headers(scope=scope)
         self.method: str = scope["method"]
         self.path: Mapping[str, Any] = scope.get("path_params", {})
+        self.held = AsyncExitStack()  # what the response needs until it has left
         self._scope = scope
         self._receive = receive
 
@@ -180,8 +182,10 @@ class Endpoint:
             if self._gate.stopping.is_set():
                 raise Unavailable("the server is stopping", retry_after_ms=1000)
             with self._gate.requests.hold(caller.uri):  # until the response has left: it holds memory too
-                response = await self._answer(Call(self._gate, caller, scope, receive))
-                await _send(response, scope, receive, send)
+                call = Call(self._gate, caller, scope, receive)
+                async with call.held:
+                    response = await self._answer(call)
+                    await _send(response, scope, receive, send)
         except Refusal as refusal:
             await _send(problem(refusal), scope, receive, send)
         except ClientGone:

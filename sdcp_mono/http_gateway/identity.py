@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from msgspec import Struct, field, structs
 
 from sdcp_mono.core.messages import Assignment
-from sdcp_mono.core.names import normalise_base
+from sdcp_mono.core.names import Bases, normalise_base
 from sdcp_mono.core.problems import Forbidden, Malformed, NotAssigned
 
 CACHED: Final = 1024  # certificates parsed and remembered: more than one server has connections
@@ -44,17 +44,17 @@ def normalised(assignment: Assignment) -> Assignment:
 
 
 class Access(Struct, frozen=True):
-    """Which identities act as what; made by ``Access.of``, which normalises them.
+    """Which identities act as what; made by ``Access.of``, which normalises them and understands ``https://*.host/``.
 
     ``drafters`` None: every identity of the CA that is in no other list may draft where a router assigns it (AMB-076).
     ``instances`` maps names in status reports to base URIs (AMB-047), ``aliases`` a URI SAN or ``sha256:<hex>`` of a
     certificate to the identity it stands for (AMB-039; a SPIFFE id can't also carry a base URI).
     """
 
-    routers: frozenset[str] = frozenset()
-    verifiers: frozenset[str] = frozenset()
-    frontends: frozenset[str] = frozenset()
-    drafters: frozenset[str] | None = None
+    routers: Container[str] = frozenset()
+    verifiers: Container[str] = frozenset()
+    frontends: Container[str] = frozenset()
+    drafters: Container[str] | None = None
     instances: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,8 +69,8 @@ class Access(Struct, frozen=True):
         instances: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> Access:
-        def all_of(uris: Iterable[str]) -> frozenset[str]:
-            return frozenset(map(normalise, uris))
+        def all_of(uris: Iterable[str]) -> Bases:
+            return Bases.of(map(normalise, uris))
 
         return cls(
             routers=all_of(routers),

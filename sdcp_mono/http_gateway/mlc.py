@@ -1,9 +1,10 @@
 """The MLC over HTTP, so that others can reach what a ``cache-ref`` names (AMB-092, 148, 149, 155).
 
 ``https://host/mlc/<scope>/<kind>/<name>`` is the object ``mlc://<authority>/<scope>/<kind>/<name>`` of this process.
-Objects are immutable: PUT once, GET (one range), HEAD, DELETE, leases. Kind ``log`` names a commit log instead: a CBOR
-sequence whose entity tag is its number of records, appended to with If-Match by POST of one record or by PUT of the
-whole. The log itself enforces epochs, so a fenced verifier can't append, however it asks.
+Objects are immutable: PUT once, GET (one range), HEAD, DELETE, leases; ``POST https://host/mlc/<scope>/batch`` reads
+many at once, each with a status of its own. Kind ``log`` names a commit log instead: a CBOR sequence whose entity tag
+is its number of records, appended to with If-Match by POST of one record or by PUT of the whole. The log itself
+enforces epochs, so a fenced verifier can't append, however it asks.
 
 The scope in the path is the capability: who doesn't know it finds nothing there, and can't tell a wrong scope from a
 missing object.
@@ -12,17 +13,17 @@ missing object.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
-from sdcp_mono.core.names import MlcUri
-from sdcp_mono.core.ports import CommitLog, Lease, LogAppend, ObjectStore
-from sdcp_mono.core.problems import Conflict, Forbidden, Malformed, Refusal, Unavailable
-from sdcp_mono.http_gateway.exchange import CBOR, OCTETS, Call, empty, octets
+from sdcp_mono.core.names import SHORT_LIVED, SHORT_TTL_MS, MlcUri
+from sdcp_mono.core.ports import ByteSource, CommitLog, Lease, LogAppend, ObjectMeta, ServedObjects
+from sdcp_mono.core.problems import Conflict, Forbidden, Malformed, Refusal, TooLarge, Unavailable
+from sdcp_mono.http_gateway.exchange import CBOR, OCTETS, Call, empty, octets, problem
 from sdcp_mono.http_gateway.problems import (
     MethodNotAllowed,
     NotFound,
@@ -35,6 +36,8 @@ from sdcp_mono.http_gateway.server import Resources
 LOG: Final = "log"
 SEQUENCE: Final = "application/cbor-seq"  # RFC 8742
 TTL_MS: Final = 600_000  # of an object whose writer names no other: ten minutes, so that nothing stays for ever
+BATCH: Final = 256  # objects of one batch: the KV blocks of a prefix of 4 Ki tokens; their names fit a message
+BATCH_OCTETS: Final = 8 * 2**20  # of their values: half of what a reader of CBOR takes; the others are "large"
 _RANGE: Final = re.compile(r"bytes=(?:([0-9]{1,15})-([0-9]{0,15})|-([0-9]{1,15}))")
 _TAG: Final = re.compile(r'"([0-9]{1,18})"')
 _TTL: Final = re.compile(r"[1-9][0-9]{0,9}")
@@ -44,12 +47,19 @@ Record = CommitRecord | FenceRecord
 
 class LeaseWish(Struct, frozen=True):
     ttl_ms: Annotated[int, Meta(ge=1)]
+    holder: Annotated[str, Meta(max_length=200)] = ""  # what for, for whoever looks into why an object stays
+
+
+class BatchWish(Struct, frozen=True):
+    """``objects``: kind/name of each."""
+
+    objects: tuple[str, ...]
 
 
 class MlcResources:
     """``authority`` is what this process calls itself in ``mlc:`` URIs."""
 
-    def __init__(self, objects: ObjectStore, commit_log: CommitLog, authority: str) -> None:
+    def __init__(self, objects: ServedObjects, commit_log: CommitLog, authority: str) -> None:
         self._objects = objects
         self._log = commit_log
         self._authority = authority
@@ -58,38 +68,90 @@ class MlcResources:
     def resources(self) -> Resources:
         return {
             "/{scope}/{kind}/{name}": {
-                "GET": self.get, "HEAD": self.get, "PUT": self.put, "DELETE": self.delete, "POST": self.append,
+                "GET": self.get, "HEAD": self.head, "PUT": self.put, "DELETE": self.delete, "POST": self.append,
             },
+            "/{scope}/batch": {"POST": self.batch},
             "/{scope}/{kind}/{name}/lease": {"POST": self.lease},
             "/{scope}/{kind}/{name}/lease/{lease}": {"PUT": self.renew, "DELETE": self.unlease},
         }  # fmt: skip
 
     def _uri(self, call: Call) -> MlcUri:
+        return self._named(call.path["scope"], call.path["kind"], call.path["name"])
+
+    def _named(self, scope: str, kind: str, name: str) -> MlcUri:
         """The object; a path that can't name one names nothing."""
-        path = call.path
         try:
-            return MlcUri.parse(f"mlc://{self._authority}/{path['scope']}/{path['kind']}/{path['name']}")
+            return MlcUri.parse(f"mlc://{self._authority}/{scope}/{kind}/{name}")
         except Malformed:
             raise NotFound("path: no such object") from None
 
     # ---- objects ---------------------------------------------------------------------------------
 
+    async def head(self, call: Call) -> Response:
+        uri = self._uri(call)
+        if uri.kind == LOG:
+            return await self._get_log(call, uri)
+        meta = await self._meta(call, uri)
+        return octets(b"", OCTETS, content_length=str(meta.size), etag=meta.etag, accept_ranges="bytes")
+
     async def get(self, call: Call) -> Response:
         uri = self._uri(call)
         if uri.kind == LOG:
             return await self._get_log(call, uri)
+        meta = await self._meta(call, uri)
+        try:
+            wanted = _range(call, meta)
+        except RangeNotSatisfiable as refusal:
+            return problem(refusal, {"content-range": f"bytes */{meta.size}"})
+        if wanted is None:
+            value = await call.held.enter_async_context(self._objects.reading(str(uri), uri.scope))
+            return octets(_there(value), OCTETS, etag=meta.etag, accept_ranges="bytes")
+        start, end = wanted
+        part = _there(await self._objects.get_range(str(uri), uri.scope, start, end + 1))
+        at = f"bytes {start}-{end}/{meta.size}"
+        return octets(part, OCTETS, 206, content_range=at, etag=meta.etag, accept_ranges="bytes")
+
+    async def batch(self, call: Call) -> Response:
+        """Many objects of one scope: an array with ``status``, and ``value`` or, where that is too large, ``size``."""
         _may_use_objects(call)
-        value = await self._objects.get(str(uri), uri.scope)
-        if value is None:
+        call.must_accept()
+        wish = cbor.decode_value(await call.cbor_body(), BatchWish)
+        if len(wish.objects) > BATCH:
+            raise TooLarge(f"objects: more than {BATCH}; ask for them in parts")
+        scope = self._named(call.path["scope"], "any", "any").scope
+        answers: list[dict[str, Any]] = []
+        left = BATCH_OCTETS
+        for name in wish.objects:
+            uri = f"mlc://{self._authority}/{call.path['scope']}/{name}"
+            answers.append(await self._entry(uri, scope, left))
+            left -= len(answers[-1].get("value", b""))
+        return octets(cbor.encode_value(answers), CBOR)
+
+    async def _entry(self, uri: str, scope: bytes | None, room: int) -> dict[str, Any]:
+        """One answer of a batch; what goes wrong with it is no failure of the others."""
+        try:
+            meta = None if uri.split("/")[4] == LOG else await self._objects.head(uri, scope)
+            if meta is None:
+                return {"status": "missing"}
+            if meta.size > room:
+                return {"status": "large", "size": meta.size}
+            (got,) = await self._objects.get_many((uri,), scope)
+        except Refusal:
+            return {"status": "failed"}
+        return {"status": got.status} | ({} if got.value is None else {"value": _octets(got.value)})
+
+    async def _meta(self, call: Call, uri: MlcUri) -> ObjectMeta:
+        _may_use_objects(call)
+        if (meta := await self._objects.head(str(uri), uri.scope)) is None:
             raise NotFound("path: no such object")
-        return _ranged(value if isinstance(value, bytes) else value.to_bytes(), call.headers.get("range"))
+        return meta
 
     async def put(self, call: Call) -> Response:
         uri = self._uri(call)
         if uri.kind == LOG:
             return await self._put_log(call, uri)
         _may_use_objects(call)
-        ttl = call.query.get("ttl_ms", str(TTL_MS))
+        ttl = call.query.get("ttl_ms", str(SHORT_TTL_MS if uri.kind in SHORT_LIVED else TTL_MS))
         if not _TTL.fullmatch(ttl):
             raise Malformed("ttl_ms: not a number of milliseconds above 0")
         if call.headers.get("if-match") is not None:
@@ -117,7 +179,8 @@ class MlcResources:
     async def lease(self, call: Call) -> Response:
         uri = self._object(call)
         wish = cbor.decode_value(await call.cbor_body(), LeaseWish)
-        return _leased(await self._objects.lease(uri, wish.ttl_ms), wish)
+        holder = f"{call.caller.uri} {wish.holder}".rstrip()
+        return _leased(await self._objects.lease(uri, wish.ttl_ms, holder), wish)
 
     async def renew(self, call: Call) -> Response:
         uri = self._object(call)
@@ -207,7 +270,8 @@ def _may_use_objects(call: Call) -> None:
 
 
 def _may_use_logs(call: Call) -> None:
-    if call.caller.uri not in call.gate.access.routers | call.gate.access.verifiers:
+    access = call.gate.access
+    if not (call.caller.uri in access.routers or call.caller.uri in access.verifiers):
         raise Forbidden("a commit log is for verifiers and routers")
 
 
@@ -239,15 +303,25 @@ def _leased(lease: Lease | None, wish: LeaseWish) -> Response:
     return octets(cbor.encode_value({"lease": lease.lease_id, "expires_ms": wish.ttl_ms}), CBOR)
 
 
-def _ranged(body: bytes, wanted: str | None) -> Response:
-    """The whole, or the one range that was asked for (RFC 9110, 14.2); what isn't understood is ignored."""
-    match = None if wanted is None else _RANGE.fullmatch(wanted.strip())
-    if match is None:
-        return octets(body, OCTETS, accept_ranges="bytes")
-    size = len(body)
-    first, last, suffix = match[1], match[2], match[3]
+def _range(call: Call, meta: ObjectMeta) -> tuple[int, int] | None:
+    """First and last octet of the one range that was asked for (RFC 9110, 14.2); what isn't understood is ignored."""
+    wanted = call.headers.get("range", "")
+    match = _RANGE.fullmatch(wanted.strip())
+    if match is None or call.headers.get("if-range", meta.etag) != meta.etag:
+        return None
+    size, first, last, suffix = meta.size, match[1], match[2], match[3]
     start = max(0, size - int(suffix)) if suffix is not None else int(first)
     end = size - 1 if suffix is not None or not last else min(int(last), size - 1)
     if start >= size or start > end:
         raise RangeNotSatisfiable(f"range: the object has {size} octets")
-    return octets(body[start : end + 1], OCTETS, 206, content_range=f"bytes {start}-{end}/{size}")
+    return start, end
+
+
+def _there(value: bytes | None) -> bytes:
+    if value is None:  # it ended after it was looked at
+        raise NotFound("path: no such object")
+    return value
+
+
+def _octets(value: bytes | ByteSource) -> bytes:
+    return value if isinstance(value, bytes) else value.to_bytes()

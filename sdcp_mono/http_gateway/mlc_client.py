@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
-from sdcp_mono.core.names import MlcUri, normalise_base
+from sdcp_mono.core.names import SHORT_TTL_MS, MlcUri, normalise_base
 from sdcp_mono.core.ports import (
     AppendOutcome,
     ByteSource,
     CommitLog,
+    Got,
     Lease,
     LogAppend,
     ObjectMeta,
@@ -29,9 +30,9 @@ from sdcp_mono.core.ports import (
 )
 from sdcp_mono.core.problems import Conflict, Malformed, Refusal, TooLarge, Unavailable, UnknownSession, Unprocessable
 from sdcp_mono.http_gateway.exchange import OCTETS
-from sdcp_mono.http_gateway.mlc import LOG, SEQUENCE
+from sdcp_mono.http_gateway.mlc import BATCH, LOG, SEQUENCE
 from sdcp_mono.http_gateway.peer import Peer
-from sdcp_mono.http_gateway.problems import PreconditionFailed, PreconditionRequired
+from sdcp_mono.http_gateway.problems import PreconditionFailed, PreconditionRequired, RangeNotSatisfiable
 
 FETCH_SECONDS: Final = 2.0  # of draft rows; a round waits for them (AMB-138)
 OBJECT_SECONDS: Final = 30.0
@@ -39,7 +40,13 @@ MAX_OBJECT: Final = 64 * 2**20  # octets, as much as a gateway takes
 MAX_TOKENS: Final = 16 * 2**20  # octets of token ids behind a reference
 MAX_LOG: Final = 64 * 2**20  # octets: 64 Ki rounds of a thousand
 ROWS: Final = "q_rows"
-ROWS_TTL_MS: Final = 60_000  # from publishing to the verdict
+
+
+class BatchEntry(Struct, frozen=True):
+    """One answer of a batch."""
+
+    status: str
+    value: bytes | None = None
 
 
 class MlcClient:
@@ -83,8 +90,72 @@ class MlcClient:
             return None
         return answer.body
 
-    async def lease(self, uri: str, ttl_ms: int) -> Lease | None:
-        return await self._lease("POST", f"{_split(uri)[0]}/lease", ttl_ms)
+    async def get_range(self, uri: str, scope: bytes | None, start: int, stop: int) -> bytes | None:
+        """Octets start..stop, fewer at the end; None as ``get``."""
+        path, of = _split(uri)
+        start = max(start, 0)
+        if of != scope:
+            return None
+        if stop <= start:
+            return None if await self.head(uri, scope) is None else b""
+        headers = {"accept": "*/*", "range": f"bytes={start}-{stop - 1}"}
+        try:
+            answer = await self._peer.call("GET", path, headers=headers, seconds=OBJECT_SECONDS, limit=MAX_OBJECT)
+        except RangeNotSatisfiable:
+            return b""
+        except UnknownSession:
+            return None
+        return answer.body if answer.status == 206 else answer.body[start:stop]  # ranges are optional (RFC 9110, 14.2)
+
+    async def get_many(self, uris: Sequence[str], scope: bytes | None) -> Sequence[Got]:
+        """One answer for each, in order; what doesn't fit the answer of a batch is fetched by itself."""
+        answers: list[Got] = []
+        for at in range(0, len(uris), BATCH):
+            answers += await self._batch(uris[at : at + BATCH], scope)
+        return answers
+
+    async def _batch(self, uris: Sequence[str], scope: bytes | None) -> list[Got]:
+        paths = [_split(uri) for uri in uris]
+        asked = [path.partition("/")[2] for path, of in paths if of == scope]
+        body = cbor.encode_value({"objects": asked})
+        path = f"{'-' if scope is None else scope.hex()}/batch"
+        try:
+            answer = await self._peer.call("POST", path, body, seconds=OBJECT_SECONDS, limit=cbor.MAX_BODY)
+            told = cbor.decode_value(answer.body, tuple[BatchEntry, ...])
+        except (Unavailable, Malformed):
+            return [Got("missing" if of != scope else "failed") for _, of in paths]
+        entries = iter(told)
+        return [
+            Got("missing") if of != scope else await self._got(uri, scope, next(entries, BatchEntry("failed")))
+            for uri, (_, of) in zip(uris, paths, strict=True)
+        ]
+
+    async def _got(self, uri: str, scope: bytes | None, entry: BatchEntry) -> Got:
+        if entry.status == "ok" and entry.value is not None:
+            return Got("ok", entry.value)
+        if entry.status != "large":
+            return Got("missing" if entry.status == "missing" else "failed")
+        try:
+            value = await self.get(uri, scope)
+        except Refusal:
+            return Got("failed")
+        return Got("missing") if value is None else Got("ok", value)
+
+    async def head(self, uri: str, scope: bytes | None) -> ObjectMeta | None:
+        path, of = _split(uri)
+        if of != scope:
+            return None
+        try:
+            answer = await self._peer.call("HEAD", path, headers={"accept": "*/*"})
+        except UnknownSession:
+            return None
+        size = answer.headers.get("content-length", "")
+        if not (size.isascii() and size.isdigit()):
+            raise Unavailable(f"{self.base}: an object of unknown size")
+        return ObjectMeta(uri, int(size), answer.headers.get("etag", ""))
+
+    async def lease(self, uri: str, ttl_ms: int, holder: str = "") -> Lease | None:
+        return await self._lease("POST", f"{_split(uri)[0]}/lease", ttl_ms, holder)
 
     async def renew(self, uri: str, lease_id: str, ttl_ms: int) -> Lease | None:
         return await self._lease("PUT", f"{_split(uri)[0]}/lease/{lease_id}", ttl_ms)
@@ -95,10 +166,11 @@ class MlcClient:
     async def delete(self, uri: str) -> None:
         await self._peer.call("DELETE", _split(uri)[0])
 
-    async def _lease(self, method: str, path: str, ttl_ms: int) -> Lease | None:
+    async def _lease(self, method: str, path: str, ttl_ms: int, holder: str = "") -> Lease | None:
         asked = time.monotonic()
+        wish = {"ttl_ms": ttl_ms} | ({"holder": holder} if holder else {})
         try:
-            answer = await self._peer.call(method, path, cbor.encode_value({"ttl_ms": ttl_ms}))
+            answer = await self._peer.call(method, path, cbor.encode_value(wish))
             told = cbor.decode_value(answer.body, dict[str, str | int])
             return Lease(str(told["lease"]), int(1000 * asked) + int(told["expires_ms"]))  # on this machine's clock
         except UnknownSession:
@@ -333,7 +405,7 @@ class HttpRows:
                 raise Unavailable("there is no cache to publish rows to")
             return self._caches.reference(MlcUri.parse(await self._local.publish(rows, scope)))
         uri = self._publish_to.uri(scope, ROWS, secrets.token_hex(16))
-        await self._publish_to.put(uri, rows, ttl_ms=ROWS_TTL_MS)
+        await self._publish_to.put(uri, rows, ttl_ms=SHORT_TTL_MS)
         self._published.add(uri)
         return uri
 

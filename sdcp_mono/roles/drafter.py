@@ -24,6 +24,7 @@ from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_
 from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, SessionState, Status, Verdict
 from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, RowSource, VerifierPort
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
+from sdcp_mono.core.routing import LEAVING_TTL_MS
 from sdcp_mono.core.speculation import Acceptance, CostTable, Pace, pace
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.restoring import Restorer
@@ -121,9 +122,10 @@ class Drafter:
         """Take no new sessions and leave the present ones to others, within ``seconds``: reports expire at once."""
         self._draining = True
         deadline = time.monotonic() + seconds
+        await self._report()  # even without sessions: nobody may be sent here any more
         while self._work and time.monotonic() < deadline:
-            await self._report()
             await asyncio.sleep(STATUS_TTL_MS / 30_000)
+            await self._report()
 
     @property
     def sessions(self) -> int:
@@ -136,7 +138,7 @@ class Drafter:
             load=min(100, 100 * len(self._work) // MAX_SESSIONS),
             queue=0,
             accept_milli=self._ratio.accept_milli,
-            ttl_ms=1 if self._draining else STATUS_TTL_MS,
+            ttl_ms=LEAVING_TTL_MS if self._draining else STATUS_TTL_MS,
             base=self.base,
             models=tuple(source.model.identity for source in self._sources),
         )

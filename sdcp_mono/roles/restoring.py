@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from sdcp_mono.core.kv import HoldsKv, KvTiers
+from sdcp_mono.core.kv import HoldsKv, KvLoad, KvTiers
 from sdcp_mono.core.messages import SessionId
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,24 @@ class Restorer:
             self.declined += blocks > 0
             return 0
         load = await self._tiers.load(keys[:blocks], scope, allowed)
+        adopting = asyncio.ensure_future(self._adopt(session, keys, load))
+        try:
+            return await asyncio.shield(adopting)
+        except asyncio.CancelledError:
+            # The model's thread may be reading what is pinned: it is let go when that has ended.
+            adopting.add_done_callback(_look_away)
+            raise
+
+    async def _adopt(self, session: SessionId, keys: Sequence[bytes], load: KvLoad) -> int:
         try:
             used: int = await self._on_thread(partial(self._model.adopt, session, keys, load.blocks))
         finally:
             load.close()
         self.restored += used
         return used
+
+
+def _look_away(ended: asyncio.Future[int]) -> None:
+    """Nobody waits for it any more: an error is no longer news."""
+    if not ended.cancelled():
+        ended.exception()

@@ -49,6 +49,7 @@ from sdcp_mono.core.ports import (
     AppendOutcome,
     Chunk,
     CommitLog,
+    ModelLost,
     Observer,
     OpenOptions,
     RouterPort,
@@ -61,6 +62,7 @@ from sdcp_mono.core.ports import (
     Uniforms,
 )
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
+from sdcp_mono.core.routing import LEAVING_TTL_MS
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.residency import Residency
 from sdcp_mono.roles.restoring import Restorer
@@ -98,7 +100,9 @@ class Verifier:
         *,
         restore: Restorer | None = None,
         self_decode_idle: bool = True,
+        fault: Callable[[], str] = str,
     ) -> None:
+        """``fault`` says why the model can't be used any more, empty while it can; it is asked once a second."""
         self.base = base
         self.engine = engine
         self.residency = Residency(model, batcher.call, restore)
@@ -109,6 +113,7 @@ class Verifier:
         self._tokens = tokens
         self._observer = observer
         self._self_decode_idle = self_decode_idle
+        self._fault = fault
         self._waiters: dict[Waiter, asyncio.Future[Any]] = {}
         self._next_waiter = 0
         self._news: dict[SessionId, asyncio.Event] = {}
@@ -117,6 +122,7 @@ class Verifier:
         self._appends: list[Append] = []
         self._flushing: asyncio.Task[None] | None = None
         self._draining = False
+        self.lost = ""  # why the model is of no use any more
         self._tasks = Tasks()
 
     # ---- life ------------------------------------------------------------------------------------
@@ -140,9 +146,20 @@ class Verifier:
         """
         self._draining = True
         deadline = time.monotonic() + seconds
-        while any(not s.over for s in self.engine.sessions.values()) and time.monotonic() < deadline:
-            await self._report()
+        await self._report()  # even without sessions: nobody may be sent here any more
+        while self._busy() and not self.lost and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS)
+            await self._report()
+
+    def _busy(self) -> bool:
+        """Sessions run here, or the last tokens of one may not have been read: its router closes it then."""
+        return any(not s.fenced and (s.ended is None or s.options.transient) for s in self.engine.sessions.values())
+
+    def _lose(self, why: str) -> None:
+        """The model is gone, but not this process: no session can go on or be opened here."""
+        if not self.lost:
+            log.error("this verifier can't go on: %s", why)
+            self.lost, self._draining = why, True
 
     def moment(self) -> Moment:
         return Moment(ms=time.monotonic_ns() // 1_000_000, load=self.load())
@@ -305,6 +322,11 @@ class Verifier:
             async with self.residency.hold(request.session, end, request.prefix, request.length):
                 answer, cost = await self._batcher.submit(request)
             seconds = cost.seconds
+        except ModelLost as error:  # no answer: the round is not over, it goes on at another verifier
+            self._lose(str(error))
+            del self._scores[request.session]
+            await self._report()
+            return
         except Exception as error:
             log.exception("a model pass failed")
             answer, seconds = ScoreFailure(f"the model failed: {type(error).__name__}"), 0.0
@@ -374,14 +396,16 @@ class Verifier:
     # ---- loops -----------------------------------------------------------------------------------
 
     async def _report(self) -> None:
-        card = self.engine.card
+        if problem := self._fault():
+            self._lose(problem)
+        card, leaving = self.engine.card, 0 if self.lost else LEAVING_TTL_MS
         await self._router.status(
             Status(
                 instance=self.base,
                 role=int(Role.VERIFIER),
                 load=self.load(),
                 queue=self._batcher.queue,
-                ttl_ms=1 if self._draining else STATUS_TTL_MS,
+                ttl_ms=leaving if self._draining else STATUS_TTL_MS,
                 models=(card.target,),
                 tokenizer=card.tokenizer,
                 base=self.base,
@@ -395,8 +419,9 @@ class Verifier:
             return
         for session in list(self.engine.sessions.values()):
             seeded = contracts.sampling_of(session.contract).seed is not UNSET  # its rounds shouldn't depend on time
-            drafter_may_come = session.drafted or (seeded and not session.undrafted)
-            patience = SILENT_AFTER_MS if drafter_may_come else UNDRAFTED_AFTER_MS
+            expected = session.drafted or (seeded and not session.undrafted)
+            # One that was moved while we drain finds that out when it next commits.
+            patience = SILENT_AFTER_MS if expected and not self._draining else UNDRAFTED_AFTER_MS
             if session.flight is None and at.ms - session.touched_ms >= patience:
                 self._carry_out(self.engine.undrafted(session.id, at))
 

@@ -48,6 +48,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
+from sdcp_mono.core.ports import ModelLost
 from sdcp_mono.runners.decoder import RaggedBatch
 from sdcp_mono.runners.hf import HfDecoder, read_model
 
@@ -59,7 +60,7 @@ GRACE_SECONDS: Final = 5.0  # for a rank to leave by itself, and for the death o
 ERROR_BYTES: Final = 500  # of what a rank says about its failure
 
 
-class RankFailed(RuntimeError):
+class RankFailed(ModelLost):
     """A rank died, failed or didn't answer; the message names it. The decoder is closed and stays so."""
 
 
@@ -271,6 +272,13 @@ class ParallelDecoder:
     def processes(self) -> tuple[int, ...]:
         """Process ids of the other ranks."""
         return tuple(rank.process.pid for rank in self._others)
+
+    @property
+    def fault(self) -> str:
+        """Why it can't be used any more, empty while it can; from any thread, also between two passes."""
+        if self._closed is None and (dead := [rank.number for rank in self._others if rank.process.poll() is not None]):
+            return f"rank {dead[0]} has ended"
+        return self._closed or ""
 
     @property
     def block_bytes(self) -> int:

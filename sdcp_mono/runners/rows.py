@@ -51,6 +51,11 @@ class QRows:
     def __len__(self) -> int:
         return len(self.points) if self.rows is None else self.rows.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Of ``to_bytes``, without making them."""
+        return len(self) * self.vocab_size * 4
+
     def of(self, i: int, token: int) -> float:
         """q[i](token), i from 0."""
         return float(self.points[i] == token) if self.rows is None else float(self.rows[i, token])
@@ -91,7 +96,8 @@ class QRows:
             raise RowsProblem(f"q_rows: {len(self)} rows for {len(tokens)} tokens", unavailable=True)
         if self.rows is not None:  # AMB-133; NaN fails both comparisons, infinity the second
             rows = self.rows.numpy()
-            sums = rows.sum(-1, dtype=np.float64)
+            with np.errstate(invalid="ignore"):  # infinity minus infinity is a finding, not news for the log
+                sums = rows.sum(-1, dtype=np.float64)
             fine = (rows.min(-1, initial=0.0) >= 0.0) & (np.abs(sums - 1.0) <= SUM_TOLERANCE)
             if not fine.all():
                 raise RowsProblem(f"q_rows: row {int(np.argmin(fine)) + 1} is not a distribution", unavailable=False)

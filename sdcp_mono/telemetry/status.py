@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-Facts = Callable[[], dict[str, Any]]
+Facts = Callable[[], dict[str, Any] | None]
 Report = Callable[[bool], Awaitable[dict[str, Any]]]
 
 
 class StatusApp(Starlette):
-    """Not ready until ``attach``; alive as long as the event loop answers."""
+    """Not ready until ``attach``; alive as long as the event loop answers, unless the role itself says it is not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -33,7 +33,7 @@ class StatusApp(Starlette):
         )
 
     def attach(self, facts: Facts, cache: Report | None = None) -> None:
-        """Ready: ``facts`` go into ``/health``; ``cache`` is what ``cache stat`` asks for."""
+        """Ready: ``facts`` go into ``/health``, None where only a restart helps; ``cache stat`` asks ``cache``."""
         self._facts, self._cache = facts, cache
 
     def detach(self) -> None:
@@ -41,11 +41,14 @@ class StatusApp(Starlette):
         self._facts = None
 
     async def _health(self, _: Request) -> Response:
-        if self._facts is None:
+        facts = None if self._facts is None else self._facts()
+        if facts is None:
             return JSONResponse({"status": "not ready", "ready": False}, 503)
-        return JSONResponse({**self._facts(), "status": "ok", "ready": True})
+        return JSONResponse({**facts, "status": "ok", "ready": True})
 
     async def _live(self, _: Request) -> Response:
+        if self._facts is not None and self._facts() is None:
+            return JSONResponse({"status": "to be restarted"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:

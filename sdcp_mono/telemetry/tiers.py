@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,14 +27,26 @@ COUNTERS: Final = {
 }
 
 
+class Held(Protocol):
+    """What is said of objects that are not KV."""
+
+    def counts(self) -> dict[str, int]: ...
+    def forced(self) -> dict[str, int]: ...
+
+
 class TierMetrics(Collector):
-    """``stats`` answers one ``TierStats`` a tier; ``kv`` counts of what came back, by name."""
+    """``stats`` answers one ``TierStats`` a tier; ``kv`` counts of what came back, by name; ``objects`` may be none."""
 
     def __init__(
-        self, registry: CollectorRegistry, stats: Callable[[], Sequence[Any]], kv: Callable[[], dict[str, int]]
+        self,
+        registry: CollectorRegistry,
+        stats: Callable[[], Sequence[Any]],
+        kv: Callable[[], dict[str, int]],
+        objects: Held | None = None,
     ) -> None:
         self._stats = stats
         self._kv = kv
+        self._objects = objects
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -57,3 +69,22 @@ class TierMetrics(Collector):
         for name, count in self._kv().items():
             events.add_metric((name,), count)
         yield events
+        if self._objects is not None:
+            yield from _of_objects(self._objects)
+
+
+def _of_objects(objects: Held) -> Iterable[Metric]:
+    counts = objects.counts()
+    yield GaugeMetricFamily("sdcp_cache_leases", "Live leases on objects.", counts["leases"])
+    yield CounterMetricFamily(
+        "sdcp_cache_quota_refusals",
+        "Objects not taken because their scope has used up its share.",
+        counts["over_quota"],
+    )
+    forced = CounterMetricFamily(
+        "sdcp_cache_forced_leases", "Leases that ran out, by who neither renewed them nor gave them up.",
+        labels=("holder",),
+    )  # fmt: skip
+    for holder, count in objects.forced().items():
+        forced.add_metric((holder,), count)
+    yield forced

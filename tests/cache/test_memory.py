@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from sdcp_mono.cache.memory import MAX_LEASES, MAX_TTL_MS, SWEEP, MemoryObjects
-from sdcp_mono.core.ports import ObjectStore
-from sdcp_mono.core.problems import Conflict, Malformed, TooManyRequests, Unavailable, Unprocessable
+from sdcp_mono.cache.leases import MAX_HOLDERS, MAX_LEASES, MAX_TTL_MS, OTHERS, Leases
+from sdcp_mono.cache.memory import SWEEP, MemoryObjects
+from sdcp_mono.core.ports import ServedObjects
+from sdcp_mono.core.problems import Conflict, Malformed, OverQuota, TooManyRequests, Unavailable, Unprocessable
 
 SCOPE = bytes(range(16))
 OTHER = bytes(16)
@@ -40,7 +41,7 @@ def objects(clock: Any) -> MemoryObjects:
 
 
 def test_is_an_object_store(objects: MemoryObjects) -> None:
-    port: ObjectStore = objects
+    port: ServedObjects = objects
     assert run(port.get(FREE, None)) == [None]
 
 
@@ -202,6 +203,121 @@ def test_a_call_does_a_bounded_amount_of_work(clock: Any) -> None:
         run(objects.get(FREE, None))
         left.append(objects.used_bytes)
     assert left == [4 * SWEEP, 3 * SWEEP, 2 * SWEEP, SWEEP, 0]
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_scope_has_its_share_and_no_more(clock: Any) -> None:
+    """Section 5: quotas of bytes and objects; who is refused affects nobody else."""
+    objects = MemoryObjects(100, clock=clock, max_objects=8, scope_percent=50)
+    run(objects.put(named("a"), bytes(30)), objects.put(named("b"), bytes(20), ttl_ms=10))
+    with pytest.raises(OverQuota, match="scope_bytes") as refused:
+        run(objects.put(named("c"), b"x"))
+    assert (refused.value.field, refused.value.retry_after_ms) == ("scope_bytes", 1000)
+    assert SCOPE.hex() not in refused.value.detail
+    run(objects.put(named("c", OTHER), bytes(50)))
+    assert (objects.used_bytes, objects.stats().over_quota, objects.stats().refused) == (100, 1, 0)
+    clock.pass_ms(10)
+    run(objects.put(named("c"), bytes(20)))  # what is dead counts no longer
+    assert objects.stats().scopes == 2
+    with pytest.raises(OverQuota) as never:
+        run(objects.put(named("d"), bytes(51)))
+    assert never.value.retry_after_ms is None
+
+
+def test_the_objects_of_a_scope_are_counted(clock: Any) -> None:
+    objects = MemoryObjects(100, clock=clock, max_objects=8, scope_percent=50)
+    run(*(objects.put(named(name), b"") for name in "abcd"))
+    with pytest.raises(OverQuota, match="scope_objects") as refused:
+        run(objects.put(named("e"), b""))
+    assert refused.value.field == "scope_objects"
+    run(objects.put(FREE, b""), objects.delete(named("a")), objects.put(named("e"), b""))
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_keeps_its_room_until_the_last_reader_leaves(objects: MemoryObjects, clock: Any) -> None:
+    """Section 5, point 3: the count of readers blocks what deletion and expiry would do."""
+
+    async def read() -> None:
+        await objects.put(named("a"), bytes(60), ttl_ms=10)
+        async with objects.reading(named("a"), SCOPE) as first, objects.reading(named("a"), SCOPE) as second:
+            clock.pass_ms(10)
+            assert first == second == bytes(60)
+            assert await objects.get(named("a"), SCOPE) is None  # nobody new finds it
+            with pytest.raises(Unavailable):
+                await objects.put(named("a"), bytes(60))
+            assert (objects.used_bytes, objects.stats().objects) == (60, 0)
+        assert (objects.used_bytes, objects.stats().scopes) == (0, 0)
+        await objects.put(named("a"), bytes(60))
+        async with objects.reading(named("a"), OTHER) as foreign:
+            assert foreign is None
+
+    run(read())
+
+
+def test_a_reader_that_is_cancelled_leaves(objects: MemoryObjects) -> None:
+    async def read() -> None:
+        await objects.put(named("a"), bytes(60))
+        began = asyncio.Event()
+
+        async def for_ever() -> None:
+            async with objects.reading(named("a"), SCOPE):
+                began.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(for_ever())
+        await began.wait()
+        await objects.delete(named("a"))
+        assert objects.used_bytes == 60
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert objects.used_bytes == 0
+
+    run(read())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lease_is_looked_at_again_after_a_copy(objects: MemoryObjects, clock: Any, ends: bool) -> None:
+    """Section 5, point 3: bytes whose life ended while they were copied are not served."""
+
+    class Slow:
+        nbytes = 5
+
+        def to_bytes(self) -> bytes:
+            clock.pass_ms(1000 if ends else 999)
+            return b"value"
+
+    async def read() -> None:
+        await objects.put(named("a"), Slow(), ttl_ms=1)
+        await objects.lease(named("a"), 1000, "https://reader/")
+        async with objects.reading(named("a"), SCOPE) as value:
+            assert value == (None if ends else b"value")
+        assert objects.leases.forced == ({"https://reader/": 1} if ends else {})
+
+    run(read())
+
+
+def test_a_forced_end_is_counted_with_its_holder(clock: Any) -> None:
+    leases = Leases(clock)
+    ended: list[str] = []
+    for holder in ("https://a/ round 5", "https://a/", "", "https://b/"):
+        leases.grant(FREE, 10, holder, lambda: ended.append(""))
+    kept = leases.grant(FREE, 20, "https://c/")
+    clock.pass_ms(10)
+    assert leases.live(FREE)
+    assert leases.forced == {"https://a/": 2, "local": 1, "https://b/": 1}
+    assert len(ended) == 4
+    assert leases.give_up(FREE, kept.lease_id)
+    assert not leases.give_up(FREE, kept.lease_id)
+    for number in range(2 * MAX_HOLDERS):
+        leases.grant(f"{FREE}-{number}", 10, f"https://{number}/")
+    clock.pass_ms(10)
+    leases.sweep(2 * MAX_HOLDERS)
+    assert (len(leases), len(leases.forced)) == (0, MAX_HOLDERS + 1)
+    assert leases.forced[OTHERS] == MAX_HOLDERS + 3
 
 
 # ---- values that stay what they are ----------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sdcp_mono.cache.memory import MemoryObjects
-from sdcp_mono.cache.row_source import MAX_HELD, TTL_MS, LocalRows
+from sdcp_mono.cache.row_source import MAX_HELD, LocalRows
+from sdcp_mono.core.names import SHORT_TTL_MS
 from sdcp_mono.core.ports import RowSource, RowsProblem
 from sdcp_mono.core.problems import Unavailable
 
@@ -50,7 +51,7 @@ def problem(rows: LocalRows, uri: str, tokens: tuple[int, ...] = (1, 2), scope: 
 
 
 @pytest.mark.parametrize(("scope", "segment"), [(SCOPE, SCOPE.hex()), (None, "-")])
-def test_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | None, segment: str) -> None:
+def test_sdcp_193_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | None, segment: str) -> None:
     port: RowSource = rows
     value = Rows((1, 2))
     uri = asyncio.run(port.publish(value, scope))
@@ -59,7 +60,7 @@ def test_published_rows_are_fetched_uncopied(rows: LocalRows, scope: bytes | Non
     assert asyncio.run(port.publish(value, scope)) != uri
 
 
-def test_rows_are_checked_against_the_tokens(rows: LocalRows) -> None:
+def test_amb_133_rows_are_checked_against_the_tokens(rows: LocalRows) -> None:
     uri = asyncio.run(rows.publish(Rows((1, 2)), SCOPE))
     assert problem(rows, uri, (1, 3)) is False
 
@@ -69,7 +70,7 @@ def test_rows_are_checked_against_the_targets_vocabulary(rows: LocalRows, object
     assert problem(LocalRows(objects, "local", V + 1), uri) is False
 
 
-def test_rows_of_another_scope_or_place_are_unavailable(rows: LocalRows, objects: MemoryObjects) -> None:
+def test_amb_137_rows_of_another_scope_or_place_are_unavailable(rows: LocalRows, objects: MemoryObjects) -> None:
     uri = asyncio.run(rows.publish(Rows((1, 2)), SCOPE))
     assert problem(rows, uri, scope=OTHER)
     assert problem(rows, uri, scope=None)
@@ -105,7 +106,7 @@ def test_release_touches_nothing_else(rows: LocalRows, objects: MemoryObjects) -
 
 def test_rows_that_nobody_releases_end_by_themselves(rows: LocalRows, objects: MemoryObjects, clock: Any) -> None:
     uri = asyncio.run(rows.publish(Rows((1, 2)), SCOPE))
-    clock.pass_ms(TTL_MS)
+    clock.pass_ms(SHORT_TTL_MS)
     assert problem(rows, uri)
     assert (objects.used_bytes, objects.stats().forced) == (0, 1)
 
@@ -124,5 +125,5 @@ def test_amb_094_no_orphans_after_many_rounds(rows: LocalRows, objects: MemoryOb
 
     asyncio.run(rounds())
     assert objects.stats() == objects.stats().__class__(
-        objects=0, used_bytes=0, free_bytes=100, leases=0, expired=0, forced=0, refused=0
+        objects=0, used_bytes=0, free_bytes=100, scopes=0, leases=0, expired=0, forced=0, refused=0, over_quota=0
     )

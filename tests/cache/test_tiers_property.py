@@ -45,7 +45,7 @@ class Worker:
     def __call__(self) -> None:
         operations = (
             self.offer, self.offer, self.offer, self.load, self.load, self.load, self.close, self.put, self.get,
-            self.drop, self.predict, self.evict,
+            self.drop, self.predict, self.evict, self.leave,
         )  # fmt: skip
         try:
             for _ in range(OPERATIONS):
@@ -73,6 +73,22 @@ class Worker:
         self._held.append((key, loaded))
         if len(self._held) > HELD:
             self.close(key)
+
+    def leave(self, key: int) -> None:
+        """Ask for blobs and go away, at some moment: what comes is nobody's."""
+        turns = self._random.randrange(4)
+
+        async def leave() -> bool:
+            loading = asyncio.ensure_future(self._tiers.load(BLOBS[key : key + 4], 30.0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            loading.cancel()
+            (ended,) = await asyncio.gather(loading, return_exceptions=True)
+            if isinstance(ended, Loaded):  # it was quicker
+                ended.close()
+            return not isinstance(ended, Loaded)
+
+        self.seen["left"] += self._await(leave())
 
     def close(self, _: int) -> None:
         if self._held:
@@ -172,6 +188,7 @@ def test_c_39_any_order_of_calls_from_eight_threads(tmp_path: Path, seed: int) -
             assert stats.stored > 0
         seen = sum((worker.seen for worker in workers), Counter())
         assert min(seen["loaded"], seen["got"], tiers.stats()[1].hits) > 100  # it isn't right for want of work
+        assert seen["left"] > 100
         await tiers.stop()
 
     asyncio.run(asyncio.wait_for(main(), 120))

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdcp_mono.core.names import MlcUri, format_session, normalise_base, parse_session
+from sdcp_mono.core.names import (
+    Bases,
+    MlcUri,
+    format_session,
+    is_member,
+    normalise_base,
+    normalise_pattern,
+    parse_session,
+)
 from sdcp_mono.core.problems import Malformed
 
 SCOPE = bytes.fromhex("a0a1a2a3a4a5a6a7a8a9aaabacadaeaf")
@@ -59,11 +67,63 @@ def test_sdcp_041_base_uris_compare_after_normalisation(uri: str, expected: str)
 @pytest.mark.parametrize(
     "uri",
     ["", "d/x", "/x", "https://", "https:///x", "https://u@d/", "https://d/?a", "https://d/#f", "https://d/ x",
-     "https://d/\n", "\thttps://d/", "https://d:99999/", "https://d:x/", "https://[::1/", "https://dé/", "mailto:a@b"],
+     "https://d/\n", "\thttps://d/", "https://d:99999/", "https://d:x/", "https://[::1/", "https://dé/", "mailto:a@b",
+     "https://*.d.example/"],
 )  # fmt: skip
 def test_sdcp_041_other_base_uris_are_refused(uri: str) -> None:
     with pytest.raises(Malformed, match="base URI"):
         normalise_base(uri)
+
+
+POOL = "https://drafter.ns.svc:9443/"
+
+
+@pytest.mark.parametrize(
+    ("base", "member"),
+    [
+        ("https://10-1-2-3.drafter.ns.svc:9443/", True),
+        ("https://drafter-0.drafter.ns.svc:9443/", True),
+        (POOL, False),  # the pool itself is nobody
+        ("https://a.b.drafter.ns.svc:9443/", False),
+        ("https://xdrafter.ns.svc:9443/", False),
+        ("https://a.drafter.ns.svc:9444/", False),
+        ("https://a.drafter.ns.svc/", False),
+        ("http://a.drafter.ns.svc:9443/", False),
+        ("https://a.drafter.ns.svc:9443/x/", False),
+        ("https://.drafter.ns.svc:9443/", False),
+        ("https://*.drafter.ns.svc:9443/", False),
+        ("https://-a.drafter.ns.svc:9443/", False),
+        ("https://a.drafter.ns.svc.evil.example:9443/", False),
+        ("urn:a.drafter.ns.svc:9443/", False),
+        ("", False),
+    ],
+)
+def test_an_instance_of_a_pool_is_exactly_one_label_below_it(base: str, member: bool) -> None:
+    assert is_member(base, POOL) is member
+    assert (base in Bases.of([normalise_pattern("https://*.Drafter.ns.svc:9443")])) is member
+
+
+def test_addresses_and_single_labels_are_no_pools() -> None:
+    assert not is_member("https://127.0.0.1:9443/", "https://0.0.1:9443/")
+    assert not is_member("https://evil.svc/", "https://svc/")
+
+
+def test_a_list_names_instances_and_pools() -> None:
+    bases = Bases.of(map(normalise_pattern, ["https://A.example:443", "https://*.drafter.ns.svc/d"]))
+    assert "https://a.example/" in bases
+    assert "https://x.drafter.ns.svc/d/" in bases
+    assert "https://x.a.example/" not in bases
+    assert (bases.named, bases.pools) == ({"https://a.example/"}, {"https://drafter.ns.svc/d/"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://*/", "https://*.svc/", "https://*.127.0.0.1:9443/", "https://*.[::1]/", "https://*.*.ns.svc/",
+     "https://a-*.ns.svc/", "https://a.*.ns.svc/", "*.ns.svc", "https://*.ns.svc:x/", "*"],
+)  # fmt: skip
+def test_other_patterns_are_refused(text: str) -> None:
+    with pytest.raises(Malformed, match="base URI"):
+        normalise_pattern(text)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from msgspec import structs
 
 from sdcp_mono import certs
 from sdcp_mono.cache.memory import MemoryObjects
+from sdcp_mono.cache.objects import RoutedObjects
 from sdcp_mono.cache.sqlite_log import SqliteCommitLog
 from sdcp_mono.core import digest as digests
 from sdcp_mono.core.engine import Engine, Limits
@@ -230,7 +231,8 @@ async def site(
     async with AsyncExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1))
         log = stack.enter_context(SqliteCommitLog(work / "log.sqlite"))
-        objects = MemoryObjects(64 * 2**20)
+        memory = MemoryObjects(64 * 2**20, scope_percent=50)
+        objects = RoutedObjects(memory)
         engine = Engine(CARD, rules or Limits(), trusted=frozenset(trusted))
         target = ToyTarget(next_)
         caches = Caches({}, objects, authority="local", own_base=BASES["mlc"])
@@ -269,7 +271,7 @@ async def site(
         stack.push_async_callback(verifier.stop)
         made = Site(gateway, directory)
         made.verifier, made.engine, made.router, made.drafter = verifier, engine, router, drafter
-        made.objects, made.log = objects, log
+        made.objects, made.log = memory, log
         yield made
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import cbor2
@@ -12,6 +14,7 @@ from sdcp_mono.core import cbor
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
 from sdcp_mono.core.ports import LogAppend
 from sdcp_mono.core.problems import Conflict, TooLarge, Unprocessable
+from sdcp_mono.http_gateway import exchange
 from sdcp_mono.http_gateway.mlc_client import Caches, HttpRows, MlcClient
 from sdcp_mono.http_gateway.peer import Peer
 
@@ -55,8 +58,9 @@ def test_objects_are_written_once(kit: Any) -> None:
     [
         ("bytes=0-3", 206, b"0123", "bytes 0-3/10"), ("bytes=7-", 206, b"789", "bytes 7-9/10"),
         ("bytes=-2", 206, b"89", "bytes 8-9/10"), ("bytes=-99", 206, b"0123456789", "bytes 0-9/10"),
-        ("bytes=5-99", 206, b"56789", "bytes 5-9/10"), ("bytes=10-", 416, None, None), ("bytes=-0", 416, None, None),
-        ("bytes=4-3", 416, None, None), ("bytes=0-1,3-4", 200, b"0123456789", None),
+        ("bytes=5-99", 206, b"56789", "bytes 5-9/10"), ("bytes=10-", 416, None, "bytes */10"),
+        ("bytes=-0", 416, None, "bytes */10"), ("bytes=4-3", 416, None, "bytes */10"),
+        ("bytes=0-1,3-4", 200, b"0123456789", None),
         ("lines=1-2", 200, b"0123456789", None),
     ],
 )  # fmt: skip
@@ -66,6 +70,114 @@ def test_ranges(kit: Any, wanted: str, status: int, body: bytes | None, range_: 
         got = await site.curl("verifier", "GET", f"{AT}/blob/a", range=wanted)
         assert (got.status, got.headers.get("content-range")) == (status, range_)
         assert got.body == body or status == 416
+
+    kit.run(test)
+
+
+def test_a_range_is_told_of_and_conditional(kit: Any) -> None:
+    """RFC 9110, 13.1.5, 14.4 and 15.5.17: the length in a 416, and the whole where the tag is not the current one."""
+
+    async def test(site: Any) -> None:
+        path = f"{AT}/blob/a"
+        tag = (await site.curl("drafter", "PUT", path, b"0123456789")).headers["etag"]
+        beyond = await site.curl("verifier", "GET", path, range="bytes=10-")
+        assert (beyond.kind, beyond.headers["content-range"]) == ((416, ""), "bytes */10")
+        same = await site.curl("verifier", "GET", path, range="bytes=0-1", if_range=tag)
+        assert (same.status, same.body, same.headers["etag"]) == (206, b"01", tag)
+        other = await site.curl("verifier", "GET", path, range="bytes=0-1", if_range='"x"')
+        assert (other.status, other.body) == (200, b"0123456789")
+        for wrong in (f"{AT}/blob/b", "/mlc/-/blob/a"):  # another scope's answers like a missing one
+            assert (await site.curl("verifier", "GET", wrong, range="bytes=0-1")).kind == (404, "")
+            assert (await site.curl("verifier", "HEAD", wrong)).status == 404
+
+    kit.run(test)
+
+
+def test_a_batch_answers_each_object_by_itself(kit: Any) -> None:
+    async def test(site: Any) -> None:
+        big = bytes(5 * 2**20)
+        for name, value in (("a", b"abc"), ("b", big), ("c", big), ("d", b"")):
+            assert (await site.curl("drafter", "PUT", f"{AT}/blob/{name}", value)).status == 201
+        await site.curl("router", "PUT", f"{AT}/log/l", b"", if_none_match="*")
+        names = ["blob/a", "blob/none", "blob/b", "blob/c", "log/l", "../-/blob/a", "x", "blob/d"]
+        got = await site.curl("verifier", "POST", f"{AT}/batch", {"objects": names})
+        missing = {"status": "missing"}
+        assert got.cbor == [
+            {"status": "ok", "value": b"abc"}, missing, {"status": "ok", "value": big},
+            {"status": "large", "size": len(big)}, missing, missing, missing, {"status": "ok", "value": b""},
+        ]  # fmt: skip
+        foreign = await site.curl("verifier", "POST", "/mlc/-/batch", {"objects": ["blob/a"]})
+        assert foreign.cbor == [missing]
+        assert (await site.curl("verifier", "POST", "/mlc/x/batch", {"objects": []})).kind == (404, "")
+        assert (await site.curl("verifier", "POST", f"{AT}/batch", {"objects": ["a"] * 257})).kind == (413, "")
+        assert (await site.curl("verifier", "POST", f"{AT}/batch", {"objects": 1})).kind == (400, "")
+        assert (await site.curl("drafter", "GET", f"{AT}/batch")).kind == (405, "")
+
+    kit.run(test)
+
+
+def test_a_scope_beyond_its_share_is_told_and_nobody_else_is(kit: Any) -> None:
+    async def test(site: Any) -> None:
+        half = bytes(32 * 2**20)
+        assert (await site.curl("drafter", "PUT", f"{AT}/blob/a", half)).status == 201
+        refused = await site.curl("drafter", "PUT", f"{AT}/blob/b", b"x")
+        assert (refused.kind, refused.headers["retry-after"]) == ((503, ""), "1")
+        assert refused.problem["detail"].startswith("scope_bytes: ")
+        assert (await site.curl("drafter", "PUT", "/mlc/-/blob/b", b"x")).status == 201
+
+    kit.run(test)
+
+
+@pytest.mark.parametrize(("kind", "minutes"), [("q_rows", 3), ("draft_kv", 3), ("prompt", 10)])
+def test_a_kind_has_its_life(kit: Any, kind: str, minutes: int) -> None:
+    """Where the writer names no TTL; a lease outlasts it, and is counted under who let it run out."""
+
+    async def test(site: Any) -> None:
+        now = 1000.0
+        site.objects._clock = site.objects.leases._clock = lambda: now
+        path = f"{AT}/{kind}/a"
+        await site.curl("drafter", "PUT", path, b"x")
+        now += 60 * minutes - 1
+        assert (await site.curl("verifier", "HEAD", path)).status == 200
+        await site.curl("drafter", "POST", f"{path}/lease", {"ttl_ms": 2000, "holder": "round 5"})
+        now += 1.5
+        assert (await site.curl("verifier", "GET", path)).status == 200
+        now += 0.5
+        assert (await site.curl("verifier", "GET", path)).kind == (404, "")
+        assert site.objects.leases.forced == {kit.BASES["drafter"]: 1}
+
+    kit.run(test)
+
+
+def test_what_is_being_sent_keeps_its_room(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that doesn't read: the object is deleted, and its bytes are not given away before the reader is gone."""
+
+    async def test(site: Any) -> None:
+        path, size = f"{AT}/blob/a", 30 * 2**20
+        reading = site.objects.reading
+        began, left = asyncio.Event(), asyncio.Event()
+
+        @asynccontextmanager
+        async def heard(*wanted: Any) -> AsyncIterator[bytes | None]:
+            try:
+                async with reading(*wanted) as value:
+                    began.set()
+                    yield value
+            finally:
+                left.set()
+
+        monkeypatch.setattr(exchange, "WRITE_SECONDS", 2.0)  # after which a reader is gone
+        site.objects.reading = heard
+        await site.curl("drafter", "PUT", path, bytes(size))
+        async with kit.Wire.connect(site.gateway.port, site.files("verifier")) as slow:
+            slow.task.cancel()  # it reads nothing from here on
+            await slow.start("GET", path, end=True)
+            await began.wait()
+            await site.curl("drafter", "DELETE", path)
+            assert (await site.curl("verifier", "HEAD", path)).status == 404
+            assert site.objects.used_bytes == size
+        await left.wait()
+        assert site.objects.used_bytes == 0
 
     kit.run(test)
 
@@ -147,6 +259,20 @@ def test_the_client_is_an_object_store_and_a_commit_log(kit: Any) -> None:
             assert await mlc.get(mlc.uri(SCOPE, "blob", "b"), SCOPE) is None
             with pytest.raises(TooLarge):
                 await mlc.get(uri, SCOPE, limit=2)
+            ranges = [(0, 2), (1, 99), (-5, 1), (3, 9), (2, 2)]
+            assert [await mlc.get_range(uri, SCOPE, *r) for r in ranges] == [b"ab", b"bc", b"a", b"", b""]
+            assert await mlc.get_range(uri, None, 0, 2) is None
+            assert [await mlc.get_range(mlc.uri(SCOPE, "blob", "b"), SCOPE, 0, n) for n in (0, 1)] == [None, None]
+            assert await mlc.head(uri, SCOPE) == meta
+            assert [await mlc.head(uri, None), await mlc.head(mlc.uri(SCOPE, "blob", "b"), SCOPE)] == [None, None]
+            large = [mlc.uri(SCOPE, "blob", f"large-{number}") for number in range(2)]
+            for name in large:
+                await mlc.put(name, bytes(5 * 2**20), ttl_ms=60_000)
+            wanted = [uri, mlc.uri(SCOPE, "blob", "b"), mlc.uri(None, "blob", "a"), *large]
+            got = await mlc.get_many(wanted, SCOPE)
+            assert [(g.status, None if g.value is None else len(g.value)) for g in got] == [
+                ("ok", 3), ("missing", None), ("missing", None), ("ok", 5 * 2**20), ("ok", 5 * 2**20),
+            ]  # fmt: skip
             lease = await mlc.lease(uri, 60_000)
             assert lease is not None
             assert await mlc.renew(uri, lease.lease_id, 60_000) is not None

@@ -93,7 +93,7 @@ class World:
         self.engine = self.verifier.engine
         self.drafter = node._drafter
         self.log = node.storage.store
-        self.objects: Any = node.storage.objects
+        self.objects: Any = node.storage.objects.memory
 
     async def text(self, wish: GenerateRequest) -> tuple[int, ...]:
         """All tokens of a request that must finish."""

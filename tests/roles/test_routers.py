@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from sdcp_mono.core.messages import Event, Status
 from sdcp_mono.core.problems import Refusal, Unavailable, UnknownSession
@@ -47,6 +48,43 @@ def test_a_router_that_does_not_answer_delays_nobodys_report(run: Any) -> None:
             await asyncio.sleep(0)
         assert (len(own.heard), len(slow.heard), len(gone.heard)) == (3, 1, 3)
         await every.stop()
+
+    run(work())
+
+
+def test_a_withdrawal_comes_last_and_is_waited_for(run: Any) -> None:
+    """Whoever leaves may end when it has said so; a report that is still under way must not arrive after that."""
+
+    async def work() -> None:
+        slow = Ear()
+        slow.free.clear()
+        every = EveryRouter(None, {"https://slow/": slow})
+        await every.status(STATUS)
+        leaving = structs.replace(STATUS, ttl_ms=1)
+        told = asyncio.ensure_future(every.status(leaving))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert slow.heard == [STATUS]
+        assert not told.done()
+        slow.free.set()
+        await told
+        assert slow.heard == [STATUS, leaving]
+        await every.stop()
+
+    run(work())
+
+
+def test_routers_come_and_go(run: Any) -> None:
+    async def work() -> None:
+        first, second = Ear(), Ear()
+        known = {"https://1/": first}
+        every = EveryRouter(None, known)
+        for change in (lambda: None, lambda: known.update({"https://2/": second}), lambda: known.pop("https://1/")):
+            change()
+            await every.status(structs.replace(STATUS, ttl_ms=0))
+        assert (len(first.heard), len(second.heard)) == (2, 2)
+        await every.event(EVENT)
+        assert second.heard[-1] == EVENT
 
     run(work())
 

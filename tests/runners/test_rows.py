@@ -15,7 +15,7 @@ ROWS = [[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]
 HEX = "0000003f0000803e0000003e0000003ecdcccc3dcdcc4c3e9a99993ecdcccc3e"
 
 
-def test_sdcp_q_rows_bytes() -> None:
+def test_sdcp_072_m_rows_of_v_little_endian_binary32() -> None:
     rows = QRows.from_bytes(bytes.fromhex(HEX), 2, 4)
     assert rows.of(1, 2) == 0.30000001192092896
     assert rows.dense(0).tolist() == ROWS[0]
@@ -35,13 +35,34 @@ def test_sdcp_q_rows_bytes() -> None:
         ("0000003f0000803e0000003e0000003e0000003f0000003f0000003f0000003f", [0, 1], False),
         ("", [0, 1], True),
         ("0000003f0000803e0000003e0000003e0000807f000000000000000000000000", [0, 0], False),
+        ("0000003f0000803e0000003e0000003e0000003f0000003f0000c07f00000000", [0, 0], False),
+        ("0000003f0000803e0000003e0000003e0000807f000080ff0000003f0000003f", [0, 2], False),
+        ("0000003f0000803e0000003e0000003e0000003f0000003f0000003f000000bf", [0, 0], False),
     ],
-    ids=["short", "long", "nan", "zero at token", "negative", "sum 2", "empty", "infinite"],
+    ids=[
+        "short",
+        "long",
+        "nan at token",
+        "zero at token",
+        "negative",
+        "sum 2",
+        "empty",
+        "infinite",
+        "nan elsewhere",
+        "infinite both ways",
+        "negative elsewhere, sum 1",
+    ],
 )
-def test_bad_rows(data: str, tokens: list[int], unavailable: bool) -> None:
+def test_amb_133_134_rows_that_no_token_was_drawn_from(data: str, tokens: list[int], unavailable: bool) -> None:
     with pytest.raises(RowsProblem) as caught:
         QRows.from_bytes(bytes.fromhex(data), 2, 4).check(tokens, 4)
     assert caught.value.unavailable is unavailable
+
+
+def test_sdcp_193_rows_know_their_size_without_being_bytes() -> None:
+    """So that in one process nothing is copied (``cache/memory.py`` counts by it)."""
+    for rows in (QRows.dense_rows(torch.tensor(ROWS)), QRows.point_masses([2, 0, 1], 4)):
+        assert rows.nbytes == len(rows.to_bytes())
 
 
 def test_rows_in_process_are_checked_for_number_and_width() -> None:
@@ -52,7 +73,7 @@ def test_rows_in_process_are_checked_for_number_and_width() -> None:
         assert caught.value.unavailable is unavailable
 
 
-def test_sum_tolerance() -> None:
+def test_amb_133_a_row_sums_to_1_within_a_thousandth() -> None:
     QRows.dense_rows(torch.tensor([[0.5, 0.5009]])).check([0], 2)
     with pytest.raises(RowsProblem):
         QRows.dense_rows(torch.tensor([[0.5, 0.5011]])).check([0], 2)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from sdcp_mono import certs
+from sdcp_mono.cache.host import HostTier
+from sdcp_mono.cache.memory import MemoryObjects
+from sdcp_mono.cache.objects import RoutedObjects
+from sdcp_mono.cache.others import Others
+from sdcp_mono.cache.tiers import Tiers
 from sdcp_mono.core.messages import Rule, Sampling
+from sdcp_mono.core.names import MlcUri
+from sdcp_mono.grpc.cache_client import ObjectStoreClient
+from sdcp_mono.grpc.cache_service import ObjectStoreService
+from sdcp_mono.grpc.channel import Channel
+from sdcp_mono.grpc.server import serve_grpc
+from sdcp_mono.http_gateway.identity import Access
 
 NEW = 24
 
@@ -128,5 +145,66 @@ def test_another_scope_never_sees_these_blocks(exact: Any, requests: list[Any]) 
             restorer, prompt = node.storage.restorers["target"], requests[0].prompt
             assert await restorer(b"x" * 16, prompt, b"other tenant 16b") == 0
             thread.submit(kv.release, b"x" * 16).result()
+
+    asyncio.run(main())
+
+
+class Shared(RoutedObjects):
+    """What a cache role serves; knows which kinds were put."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(MemoryObjects(1 << 20), tiers)
+        self.kinds: Counter[str] = Counter()
+
+    async def put(self, uri: str, value: Any, *, ttl_ms: int | None = None) -> Any:
+        self.kinds[MlcUri.parse(uri).kind] += 1
+        return await super().put(uri, value, ttl_ms=ttl_ms)
+
+
+@pytest.mark.parametrize("draft", [None, "quantized"])
+def test_another_verifier_resumes_from_what_the_cache_holds(
+    exact: Any, requests: list[Any], draft: str | None, tmp_path: Path
+) -> None:
+    """Verifiers with tiers of their own, which share nothing but a cache behind gRPC with mutual TLS (6.9)."""
+    thread = exact.loaded.thread
+    bases = certs.base_uris()
+    certs.init(tmp_path / "certs")
+
+    async def verifier(name: str, channel: Channel) -> tuple[list[tuple[int, ...]], int, int]:
+        """Answers, blocks that came back, and how many of them the cache had."""
+        for kv in exact.loaded.kv.values():
+            await asyncio.wrap_future(thread.submit(kv.pool.forget))
+        async with replace(exact, data=tmp_path / name).node(draft, m=None if draft is None else 4) as node:
+            tiers = node.storage.tiers
+            for restorer in node.storage.restorers.values():
+                restorer._compute_seconds = lambda tokens: 60.0  # loading is worth it, however busy this machine is
+            tiers.others = Others(ObjectStoreClient(channel), partial(tiers.host.pin, use=False))
+            answers = [await read(node, request) for request in requests]
+            await asyncio.to_thread(tiers.settle)
+            await tiers.others.sent()
+            return answers, node.storage.restorers["target"].restored, tiers.others.stats().hits
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            held = Tiers(HostTier(64 << 20, staging_bytes=8 << 20), None, None)
+            held.start()
+            stack.push_async_callback(held.stop)
+            objects = Shared(held)
+            server = await stack.enter_async_context(
+                serve_grpc(
+                    services=(ObjectStoreService(objects),), files=certs.files(tmp_path / "certs", "mlc"),
+                    access=Access.of(verifiers=(bases["verifier"],)),
+                )
+            )  # fmt: skip
+            files = certs.files(tmp_path / "certs", "verifier")
+            channel = await stack.enter_async_context(Channel(server.address, files))
+            cold, restored, hits = await verifier("a", channel)
+            assert (restored, hits) == (0, 0)
+            again, restored, hits = await verifier("b", channel)
+            assert again == cold
+            assert restored > 0
+            assert hits >= restored
+            assert set(objects.kinds) == {"target_kv"} | ({"prefix_kv"} if draft else set())
+            assert held.host.stats().pinned_bytes == 0
 
     asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +22,11 @@ from sdcp_mono.core.messages import UNSET, Contract, Rule, Sampling, SessionOpen
 from sdcp_mono.core.ports import (
     ByteSource,
     GenerateRequest,
-    Got,
-    Lease,
     ModelCard,
     ObjectMeta,
     RowsProblem,
     ScoreRequest,
 )
-from sdcp_mono.core.problems import Conflict
 from sdcp_mono.core.routing import Router
 from sdcp_mono.grpc.cache_client import CommitLogClient, GrpcRows, ObjectStoreClient
 from sdcp_mono.grpc.cache_service import CommitLogService, ObjectStoreService
@@ -45,6 +43,7 @@ from sdcp_mono.roles.verifier import Verifier
 from sdcp_mono.settings import Settings
 
 HANG_SECONDS = 60  # far above what any test takes: a test that hangs should say so
+END_SECONDS = 10  # for tasks that end by themselves
 VOCAB = 64
 CARD = ModelCard("toy", b"t" * 32, b"k" * 32, VOCAB, 4096)
 EDGES = {token: (5 * token + 7) % VOCAB for token in range(VOCAB)}  # one cycle through all ids
@@ -126,60 +125,6 @@ class Heard:
         return called
 
 
-class Objects:
-    """An object store of a dict and a counter; the scope is the one that the URI names."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes | ByteSource] = {}
-        self.leases: dict[str, tuple[str, int, str]] = {}
-
-    def _there(self, uri: str, scope: bytes | None) -> bytes | ByteSource | None:
-        named = uri.split("/")[3]
-        return self.values.get(uri) if named == ("-" if scope is None else scope.hex()) else None
-
-    async def put(self, uri: str, value: bytes | ByteSource, *, ttl_ms: int | None = None) -> ObjectMeta:
-        if uri in self.values:
-            raise Conflict("the object's URI is taken")
-        self.values[uri] = value
-        assert isinstance(value, bytes)
-        return ObjectMeta(uri, len(value), f'"{ttl_ms}"')
-
-    async def get(self, uri: str, scope: bytes | None) -> bytes | ByteSource | None:
-        return self._there(uri, scope)
-
-    async def get_range(self, uri: str, scope: bytes | None, start: int, stop: int) -> bytes | None:
-        value = self._there(uri, scope)
-        return value[start:stop] if isinstance(value, bytes) else None
-
-    async def get_many(self, uris: Sequence[str], scope: bytes | None) -> Sequence[Got]:
-        def got(uri: str) -> Got:
-            if uri.endswith("broken"):
-                return Got("failed")
-            value = self._there(uri, scope)
-            return Got("missing") if value is None else Got("ok", value)
-
-        return [got(uri) for uri in uris]
-
-    async def head(self, uri: str, scope: bytes | None) -> ObjectMeta | None:
-        value = self._there(uri, scope)
-        return ObjectMeta(uri, len(value), "e") if isinstance(value, bytes) else None
-
-    async def lease(self, uri: str, ttl_ms: int, holder: str = "") -> Lease | None:
-        if uri not in self.values:
-            return None
-        self.leases["lease"] = (uri, ttl_ms, holder)
-        return Lease("lease", 5)  # on a clock that isn't the caller's
-
-    async def renew(self, uri: str, lease_id: str, ttl_ms: int) -> Lease | None:
-        return Lease(lease_id, 6) if lease_id in self.leases else None
-
-    async def unlease(self, uri: str, lease_id: str) -> None:
-        self.leases.pop(lease_id, None)
-
-    async def delete(self, uri: str) -> None:
-        self.values.pop(uri, None)
-
-
 class Counted(MemoryObjects):
     """Remembers what was put."""
 
@@ -216,7 +161,7 @@ class Kit:
     ACCESS, BASES, CARD, CONTRACT, OPENING, SESSION, STATE, STATUS, VOCAB, EDGES = (
         ACCESS, BASES, CARD, CONTRACT, OPENING, SESSION, STATE, STATUS, VOCAB, EDGES,
     )  # fmt: skip
-    Heard, Objects = Heard, Objects
+    Heard = Heard
     toy = toy
     rows_from_bytes = staticmethod(rows_from_bytes)
 
@@ -319,10 +264,8 @@ class Kit:
         async def main() -> Any:
             before = asyncio.all_tasks()
             answer = await asyncio.wait_for(work, HANG_SECONDS)
-            for _ in range(100):  # the library's own tasks end a few turns of the loop later
-                if not (left := asyncio.all_tasks() - before):
-                    break
-                await asyncio.sleep(0)
+            if left := asyncio.all_tasks() - before:  # the library's own tasks end a little later
+                _, left = await asyncio.wait(left, timeout=END_SECONDS)
             assert not left, left
             return answer
 
@@ -339,6 +282,13 @@ def split_certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kit(split_certs: Path, tmp_path: Path) -> Kit:
     return Kit(split_certs, tmp_path)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 @pytest.fixture

@@ -120,7 +120,8 @@ def values(type: mi.Type) -> st.SearchStrategy[Any]:
 def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     members = {}
     for field in _fields(cls):
-        strategy = OVERRIDES.get((cls.__name__, field.name)) or values(field.type)
+        override = OVERRIDES.get((cls.__name__, field.name))
+        strategy = values(field.type) if override is None else override
         unset = not field.required and field.default is NODEFAULT
         members[field.name] = st.just(UNSET) | strategy if unset else strategy
     return st.fixed_dictionaries(members).map(lambda chosen: cls(**chosen))
