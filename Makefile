@@ -13,10 +13,13 @@ STUBS := sdcp_mono/grpc/pb/sdcp.proto
 # Servers that tests start for themselves. Where they can't be installed, those tests are skipped and say so.
 PACKAGES := $(if $(wildcard /usr/lib/postgresql/*/bin/initdb)$(shell command -v initdb),,postgresql)
 
-.PHONY: serve test check packages proto bench fuzz
+.PHONY: serve split-demo test check packages proto bench fuzz
 
 serve: $(VENV)/serve.stamp
 	$(BIN)/sdcp-mono serve $(ARGS)
+
+split-demo: $(VENV)/serve.stamp
+	$(BIN)/sdcp-mono split-demo $(ARGS)
 
 test: check packages
 	$(BIN)/python -m pytest $(ARGS)

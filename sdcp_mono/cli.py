@@ -15,6 +15,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -252,13 +253,9 @@ def router(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "verifiers": verifiers,
-        "drafters": drafters,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "verifiers": verifiers, "drafters": drafters,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(RouterSettings, **flags, host=host, port=port, model=model, data_dir=data, dtype=dtype)
     _run_role("router", settings, compose.run_router)
 
@@ -279,13 +276,9 @@ def verifier(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "routers": routers,
-        "drafters": drafters,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "routers": routers, "drafters": drafters,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(VerifierSettings, **flags, model=model, data_dir=data, dtype=dtype)
     _run_role("verifier", settings, compose.run_verifier)
 
@@ -307,13 +300,9 @@ def drafter(
     from sdcp_mono import compose
 
     flags = {
-        "base": base,
-        "routers": routers,
-        "verifiers": verifiers,
-        "cache": cache,
-        "tls_dir": tls_dir,
-        "tls_name": tls_name,
-    }
+        "base": base, "routers": routers, "verifiers": verifiers,
+        "cache": cache, "tls_dir": tls_dir, "tls_name": tls_name,
+    }  # fmt: skip
     settings = _settings_of(DrafterSettings, **flags, model=model, draft=draft, data_dir=data, dtype=dtype)
     _run_role("drafter", settings, compose.run_drafter)
 
@@ -335,6 +324,21 @@ def cache_serve(
     flags = {"base": base, "tls_dir": tls_dir, "tls_name": tls_name, "http_port": http_port, "data_dir": data}
     settings = _settings_of(CacheSettings, **flags, routers=routers, verifiers=verifiers, drafters=drafters)
     _run_role("cache", settings, compose.run_cache)
+
+
+@app.command("split-demo")
+def split_demo(
+    model: ModelOption = None,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI API.")] = None,
+    data: DataOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """A cache, a router, two verifiers and two drafters as processes with TLS between them, until Ctrl-C."""
+    from sdcp_mono.compose import demo
+
+    settings = _settings(model=model, port=port, data_dir=data, dtype=dtype)
+    with _failures(), _progress(settings) as progress:
+        demo.run(settings, progress, lambda text: err.print(text, soft_wrap=True, markup=False, highlight=False))
 
 
 def _run_role(name: str, settings: Any, run: Any) -> None:
@@ -448,13 +452,14 @@ def _failures() -> Iterator[None]:
     """Errors that a person can act on are one line, not a traceback."""
     from sdcp_mono.cache.commit_log import CommitLogUnusable
     from sdcp_mono.cache.segments import TierUnusable
+    from sdcp_mono.compose.cluster import RoleDied
     from sdcp_mono.core.problems import Refusal
     from sdcp_mono.frontend.errors import ApiError
 
     try:
         yield
-    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, TierUnusable) as error:
-        err.print(f"[red]error[/] {error}")
+    except (ModelError, ValueError, OSError, ApiError, Refusal, CommitLogUnusable, TierUnusable, RoleDied) as error:
+        err.print(f"[red]error[/] {escape(str(error))}")
         raise typer.Exit(1) from None
 
 

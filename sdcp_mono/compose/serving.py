@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +35,17 @@ def serve(settings: Settings, progress: Progress, ready: Callable[[str], None]) 
 
 
 class Server(uvicorn.Server):
-    """Ends with exit code 0 when it is told to stop; uvicorn itself would raise the signal once more."""
+    """Ends with exit code 0 when it is told to stop; uvicorn itself would raise the signal once more.
+
+    Where it can't listen that is an ``OSError``, not an exit from within a task.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            where = f"{self.config.host}:{self.config.port}"
+            raise OSError(f"port: {where} can't be listened at; another process may have it") from None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

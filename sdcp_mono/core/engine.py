@@ -80,7 +80,11 @@ class Engine:
     # ---- opening (6.1, 6.9) ----------------------------------------------------------------------
 
     def check_open(self, opening: SessionOpen) -> SessionState | None:
-        """Judge a session-open before anything is fetched or allocated; a state is the answer to a replay (AMB-054)."""
+        """Judge a session-open before anything is fetched or allocated; a state is the answer to a replay (AMB-054).
+
+        A session that is over here makes way for one of the same id with another log: seeded requests have ids of
+        their own, and nobody may have been left to close the earlier one.
+        """
         if opening.epoch == 0:
             raise Malformed("epoch: starts at 1")  # AMB-057
         if (opening.epoch > 1) != (opening.resume is not UNSET):
@@ -88,7 +92,7 @@ class Engine:
         length = len(opening.prompt) if isinstance(opening.prompt, tuple) else None
         contracts.validate(opening.contract, self.card, length)
         known = self.sessions.get(opening.session)
-        if known is not None:
+        if known is not None and not (known.over and known.opening.commit_log != opening.commit_log):
             if opening.epoch < known.epoch:
                 raise StaleEpoch(f"epoch: the session's epoch is {known.epoch}")
             if opening.epoch == known.epoch:

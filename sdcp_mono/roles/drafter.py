@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from itertools import chain
+from itertools import repeat as repeated
 from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
@@ -192,9 +194,12 @@ class Drafter:
             await self._settle(work)
 
     async def _refused(self, work: Work, refusal: Refusal) -> Next:
-        if isinstance(refusal, BadProposal | QUnavailable):
+        lost = isinstance(refusal, QUnavailable) and _seeded(work.rules)  # the cache's doing: proposed again as it was
+        if isinstance(refusal, BadProposal | QUnavailable) and not lost:
             self._fault(work, work.source)
         step = work.rules.refusal(refusal)
+        if step is Next.DECLINE and lost:
+            step = Next.DRAFT
         if step is Next.RETRY or (step is not Next.STOP and work.rules.refused > 1):
             tries = min(work.rules.refused, len(RETRY_SECONDS))
             await asyncio.sleep(RETRY_SECONDS[tries - 1] * random.uniform(0.5, 1.0))
@@ -227,14 +232,26 @@ class Drafter:
         if not draft.tokens:
             return None
         uri: str | UnsetType = UNSET
-        if rules.rule is not Rule.GREEDY:
-            try:
-                uri = work.rows_uri = await self._rows.publish(draft.rows, _scope(rules.assignment))
-            except Unavailable as refusal:
-                log.warning("draft rows could not be published: %s", refusal.detail)
-                return None
+        if rules.rule is not Rule.GREEDY and (uri := await self._publish(work, draft)) is UNSET:
+            return None
         # For whoever looks at rounds: which source drafted this one (AMB-143: not an identity).
         return rules.propose(draft.tokens, uri, structs.replace(self._status, instance=work.source or self.base))
+
+    async def _publish(self, work: Work, draft: Draft) -> str | UnsetType:
+        """Put rows where the verifier finds them; without a place for them the round goes without a proposal.
+
+        In a seeded session that would change the output, so it waits: without the cache nothing is committed anyway.
+        """
+        for delay in chain(RETRY_SECONDS, repeated(RETRY_SECONDS[-1])):
+            try:
+                uri = work.rows_uri = await self._rows.publish(draft.rows, _scope(work.rules.assignment))
+                return uri
+            except Unavailable as refusal:
+                log.warning("draft rows could not be published: %s", refusal.detail)
+                if not _seeded(work.rules):
+                    break
+            await asyncio.sleep(delay)
+        return UNSET
 
     async def _settle(self, work: Work) -> None:
         """Rows stay leased until their round has its verdict, also across retries (6.2)."""
@@ -265,7 +282,7 @@ class Drafter:
         """
         offers: list[tuple[float, Source, int, Draft | None]] = []
         work.shadows.clear()
-        if contracts.sampling_of(work.rules.assignment.contract).seed is not UNSET:
+        if _seeded(work.rules):
             return await self._reproducible(work)
         for source in self._sources:
             plan = self._pace(work, source)
@@ -378,6 +395,10 @@ class Drafter:
             else:
                 done = source.batcher.call(partial(source.model.release, session))
                 done.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _seeded(rules: DraftSession) -> bool:
+    return contracts.sampling_of(rules.assignment.contract).seed is not UNSET
 
 
 def _scope(assignment: Assignment) -> bytes | None:

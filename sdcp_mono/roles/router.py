@@ -30,6 +30,7 @@ from sdcp_mono.core.ports import (
     VerifierPort,
 )
 from sdcp_mono.core.problems import (
+    Conflict,
     Forbidden,
     Refusal,
     SessionClosed,
@@ -150,6 +151,7 @@ class RouterRole:
         return self._card
 
     def stats(self) -> dict[str, Any]:
+        now_ms = _now_ms()
         return {
             "active": len(self._active) - self._waiting,
             "waiting": self._waiting,
@@ -157,6 +159,7 @@ class RouterRole:
             "instances": [
                 {
                     "base": i.base,
+                    "alive": now_ms < i.expires_ms,
                     "role": i.role.name.lower(),
                     "load": i.status.load,
                     "queue": i.status.queue,
@@ -224,8 +227,9 @@ class RouterRole:
         """Go on where an earlier attempt's log ends; it can't be an attempt at anything else (AMB-059)."""
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
-        self._carry_out(self.machine.recover(opening, request.prompt, options, self.terms.m_init, drafted=drafted))
-        await active.moved.wait()
+        moved = active.moved
+        self._carry_out(self.machine.recover(opening, request.prompt, options, self._m_init(request), drafted=drafted))
+        await asyncio.wait((moved,))
         if active.error:
             raise UnknownSession(f"resume: {active.error}")
 
@@ -233,18 +237,33 @@ class RouterRole:
         """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
-        (step,) = self.machine.admit(opening, request.prompt, options, self.terms.m_init, _now_ms(), drafted=drafted)
+        m_init = self._m_init(request)
+        (step,) = self.machine.admit(opening, request.prompt, options, m_init, _now_ms(), drafted=drafted)
         try:
             await self._step(step)
         except BaseException as error:
+            if isinstance(error, Refusal) and self._moved_on(active.session, opening.epoch):
+                return True
             self.machine.forget(active.session)
-            if last or not isinstance(error, Unavailable):
+            # An earlier session of the same id, whose router died, is waited for: it ends by itself.
+            if last or not isinstance(error, Unavailable | Conflict | StaleEpoch):
                 raise
             return False
         return True
 
+    def _m_init(self, request: GenerateRequest) -> int:
+        """The limit of a drafter's first proposal; a later drafter of a seeded session must not start lower."""
+        return self.terms.m_max if _seeded(request) else self.terms.m_init
+
+    def _moved_on(self, session: SessionId, epoch: int) -> bool:
+        """Whether the verifier that was asked with ``epoch`` has been given up meanwhile."""
+        routed = self.machine.sessions.get(session)
+        return routed is not None and routed.epoch > epoch
+
     def _opening(self, request: GenerateRequest, active: _Active) -> SessionOpen:
         terms = self.terms
+        # A seeded session's rounds must not follow from earlier ones, which a failover forgets: no ladder.
+        low_rounds = request.max_new + 1 if _seeded(request) else terms.low_rounds
         # A drafter that is never right costs time, not the answer: each entry is worth low_rounds + self_max tokens, so
         # the ladder doesn't run out, which would be "fail" (6.5.2), before max_new does.
         self_max = max(terms.self_max, request.max_new // LADDER)
@@ -257,7 +276,7 @@ class RouterRole:
             m_max=terms.m_max,
             max_new=request.max_new,
             stop=request.stop,
-            low_rounds=terms.low_rounds,
+            low_rounds=low_rounds,
             low_ratio=terms.low_ratio,
             fallback=(*(int(entry) for entry in terms.fallback), *[int(Action.SELF_DECODE)] * more),
             self_load=terms.self_load,
@@ -289,7 +308,7 @@ class RouterRole:
 
     async def _failed(self, step: Step, refusal: Refusal) -> None:
         stage = STAGES.get(type(step))
-        if stage is None:
+        if stage is None or (isinstance(step, Open) and self._moved_on(step.session, step.message.epoch)):
             return
         if stage in (Stage.OPENING, Stage.FENCING, Stage.READING):
             await asyncio.sleep((refusal.retry_after_ms or STEP_RETRY_MS) / 1000)
@@ -303,8 +322,10 @@ class RouterRole:
                 if step.message.resume is UNSET:
                     await self._log.create(active.commit_log)  # AMB-071
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
+                if self._moved_on(step.session, step.message.epoch):
+                    return  # a late answer: the session was given up there, and lives or will live elsewhere
                 active.verifier, active.epoch = step.verifier, step.message.epoch
-                active.moved.set()
+                active.moves()
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
             case Inform():
                 state = await self._verifiers[step.verifier].assign(step.assignment)
@@ -330,7 +351,7 @@ class RouterRole:
                 ended = self._active.get(step.session)
                 if ended is not None and step.error:
                     ended.error = step.error
-                    ended.moved.set()
+                    ended.moves()
 
     async def _tick(self) -> None:
         self._carry_out(self.machine.tick(_now_ms()))
@@ -342,21 +363,30 @@ class RouterRole:
         while True:
             if active.error:
                 return Chunk(from_, active.epoch, (), (), True, int(Action.FAIL), active.error)
-            epoch = active.epoch
+            epoch, moved = active.epoch, active.moved
+            if not active.verifier:  # it was given up before it had opened the session
+                await asyncio.wait((moved,))
+                continue
+            asking = asyncio.ensure_future(self._verifiers[active.verifier].chunk(active.session, from_, READ_MS))
             try:
-                chunk = await self._verifiers[active.verifier].chunk(active.session, from_, READ_MS)
+                # A verifier that is paused or cut off doesn't answer; the reader must not wait for that.
+                await asyncio.wait((asking, moved), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    continue
+                chunk = asking.result()
             except (StaleEpoch, UnknownSession, Unavailable, SessionClosed) as refusal:
                 if active.epoch != epoch or active.error:
                     continue  # it moved while we asked
                 if isinstance(refusal, UnknownSession | SessionClosed):
                     active.error = "the session was closed"
                     continue
-                active.moved.clear()
                 self._carry_out(self.machine.verifier_lost(active.session, epoch))
-                await active.moved.wait()
+                await asyncio.wait((moved,))
             else:
                 if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
                     return chunk
+            finally:
+                asking.cancel()
 
     async def leave(self, active: _Active) -> None:
         """A reader is done; with the last one the session ends and everything it held is free."""
@@ -399,7 +429,12 @@ class _Active(Struct, eq=False):
     epoch: int = 1
     readers: int = 0
     error: str = ""
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    moved: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def moves(self) -> None:
+        """Wake whoever waits for the session to live elsewhere, or to be given up."""
+        before, self.moved = self.moved, asyncio.get_running_loop().create_future()
+        before.set_result(None)
 
 
 class Reader:
@@ -430,6 +465,10 @@ class Reader:
         if self._open:
             self._open = False
             await self._router.leave(self._active)
+
+
+def _seeded(request: GenerateRequest) -> bool:
+    return request.sampling.seed is not UNSET
 
 
 def _local(kind: str, name: str = "") -> MlcUri:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, structs
 
+from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.effects import (
     Append,
     Effects,
@@ -417,8 +418,10 @@ class Verifier:
         if not self._self_decode_idle:
             return
         for session in list(self.engine.sessions.values()):
+            seeded = contracts.sampling_of(session.contract).seed is not UNSET  # its rounds shouldn't depend on time
+            expected = session.drafted or (seeded and not session.undrafted)
             # One that was moved while we drain finds that out when it next commits.
-            patience = SILENT_AFTER_MS if session.drafted and not self._draining else UNDRAFTED_AFTER_MS
+            patience = SILENT_AFTER_MS if expected and not self._draining else UNDRAFTED_AFTER_MS
             if session.flight is None and at.ms - session.touched_ms >= patience:
                 self._carry_out(self.engine.undrafted(session.id, at))
 

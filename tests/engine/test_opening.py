@@ -151,6 +151,25 @@ def test_late_answers_of_an_earlier_session_of_the_same_id_are_dropped(kit: Any)
     assert [r.emitted for r in world.commits] == [(5, 6)]
 
 
+@pytest.mark.parametrize("how", ["closed", "fenced at a later epoch"])
+def test_a_session_that_is_over_makes_way_for_one_of_its_id_with_another_log(kit: Any, how: str) -> None:
+    """A seeded request comes again, and nobody was left to close its first session."""
+    world = kit.assigned()
+    kit.verdict(world.propose([5, 6]))
+    kit.refused(world.open(log=(), commit_log="mlc://mlc/-/log/2"), 409, None)  # it is at work
+    if how == "closed":
+        world.run(world.engine.close(kit.SESSION, world.at()))
+    else:
+        world.log.append(FenceRecord(epoch=2))
+        world.open(epoch=2, resume=resume(kit.CONTRACT, 1, (5, 6, 7)), committed=(5, 6, 7))
+        world.run(world.engine.sessions[kit.SESSION].fence(world.at()))
+    world.log = []
+    state = world.open(log=(), commit_log="mlc://mlc/-/log/2")
+    assert (state.epoch, state.committed) == (1, 0)
+    world.assign()
+    assert kit.verdict(world.propose([5, 6])).committed == 3
+
+
 @pytest.mark.parametrize(("epoch", "resuming"), [(0, False), (1, True), (2, False)])
 def test_amb_057_epoch_and_resume_go_together(kit: Any, epoch: int, resuming: bool) -> None:
     world = kit.World()
