@@ -28,6 +28,7 @@ from sdcp_mono.compose.storage import (
     report_stores,
     rows_from_bytes,
 )
+from sdcp_mono.compose.tracing import open_tracing, tracer
 from sdcp_mono.core import cbor
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import (
@@ -119,6 +120,7 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
     """``sdcp-mono verifier``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
+        tracing = await open_tracing(settings, "verifier", registry, stack)
         links = Links(settings, "verifier", stack, registry)
         loaded = await asyncio.to_thread(load_target, settings, progress)
         stack.callback(loaded.close)
@@ -143,7 +145,7 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
             restore=tiered.restorer(
                 "target", score.call, lambda tokens: prefill_seconds(score.cost, settings.token_budget, tokens)
             ),
-            fault=loaded.fault,
+            fault=loaded.fault, tracer=tracer(tracing, "verifier"),
         )  # fmt: skip
         stack.push_async_callback(verifier.stop)
         server = await links.serve((VerifierService(verifier, card, engine.drafter_of),))
@@ -162,6 +164,7 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
     """``sdcp-mono drafter``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
+        tracing = await open_tracing(settings, "drafter", registry, stack)
         links = Links(settings, "drafter", stack, registry)
         loaded: LoadedDrafters = await asyncio.to_thread(load_drafters, settings, progress)
         stack.callback(loaded.thread.shutdown)
@@ -186,7 +189,7 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
         drafter = Drafter(
             settings.base, sources, links.verifiers(),
             GrpcRows(objects, AUTHORITY, card.vocab_size, partial(rows_from_bytes, card.vocab_size)),
-            links.routers(), token_fetcher(objects), m_fixed=settings.m_fixed,
+            links.routers(), token_fetcher(objects), m_fixed=settings.m_fixed, tracer=tracer(tracing, "drafter"),
         )  # fmt: skip
         stack.push_async_callback(drafter.stop)
         server = await links.serve((DrafterService(drafter),))
@@ -208,6 +211,7 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
     app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
     async with AsyncExitStack() as stack:
         server, serving = await stack.enter_async_context(_http(app, settings.host, settings.port))
+        tracing = await open_tracing(settings, "router", registry, stack)
         links = Links(settings, "router", stack, registry)
         folder = await asyncio.to_thread(resolve, settings.model, settings.data_dir, progress, dtype=settings.dtype)
         terms = Terms(
@@ -217,7 +221,7 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
         )  # fmt: skip
         role = RouterRole(
             Router(trusted=Everyone()), folder.card, links.verifiers(), links.drafters(), links.log(),
-            links.objects(), terms,
+            links.objects(), terms, tracer=tracer(tracing, "router"),
         )  # fmt: skip
         role.start()
         stack.push_async_callback(role.stop)

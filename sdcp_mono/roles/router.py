@@ -41,6 +41,8 @@ from sdcp_mono.core.problems import (
 )
 from sdcp_mono.core.routing import Router, Stage
 from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
+from sdcp_mono.core.traces import Tracer, Untraced, Wish
+from sdcp_mono.roles.journey import Journey
 from sdcp_mono.roles.tasks import Tasks, repeat
 
 log = logging.getLogger(__name__)
@@ -96,8 +98,10 @@ class RouterRole:
         objects: ObjectStore,
         terms: Terms | None = None,
         reference: Callable[[MlcUri], str] = str,
+        tracer: Tracer | None = None,
     ) -> None:
         self.machine = machine
+        self._tracer = tracer or Untraced()
         self.terms = terms = terms or Terms()
         self._card = card
         self._verifiers = verifiers
@@ -137,7 +141,11 @@ class RouterRole:
         self._reported.set()
 
     async def event(self, event: Event) -> None:
-        self._carry_out(self.machine.event(event, _now_ms()))
+        steps = self.machine.event(event, _now_ms())
+        active = self._active.get(event.session)
+        if active is not None:
+            active.journey.told(event)
+        self._carry_out(steps)
 
     def verifier_of(self, session: SessionId) -> str | None:
         routed = self.machine.sessions.get(session)
@@ -178,7 +186,9 @@ class RouterRole:
             if self._slots.locked() and self._waiting >= self.terms.queue:
                 raise TooManyRequests("the queue is full", retry_after_ms=1000)
             # A log belongs to one attempt: a later identical request starts another.
-            active = _Active(session, self._reference(_local("log", request.resume)))
+            commit_log = self._reference(_local("log", request.resume))
+            wish = Wish(request, self._card.name, commit_log.rpartition("/")[2])
+            active = _Active(session, commit_log, Journey(self._tracer, session, wish))
             self._active[session] = active
             self._waiting += 1
             active.opening = self._tasks.start(self._admit(active, request))
@@ -202,6 +212,7 @@ class RouterRole:
             except TimeoutError:
                 raise Unavailable("no slot became free in time", retry_after_ms=5000) from None
             active.slot = True
+            active.journey.admitted()
             if request.resume:
                 await self._recover(active, request)
                 return
@@ -296,6 +307,9 @@ class RouterRole:
         self._carry_out(self.machine.failed(step.session, stage, refusal, _now_ms()))
 
     async def _step(self, step: Step) -> None:
+        routed = self._active.get(step.session)
+        if routed is not None:
+            routed.journey.begins(step)
         match step:
             case Open():
                 active = self._active[step.session]
@@ -305,12 +319,15 @@ class RouterRole:
                 state = await self._verifiers[step.verifier].open(step.message, step.options)
                 active.verifier, active.epoch = step.verifier, step.message.epoch
                 active.moved.set()
+                active.journey.opened(active.verifier, active.epoch)
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
             case Inform():
                 state = await self._verifiers[step.verifier].assign(step.assignment)
                 self._carry_out(self.machine.informed(step.session, state))
             case Assign():
                 await self._drafters[step.drafter].assign(step.assignment)
+                if routed is not None:
+                    routed.journey.assigned(step.drafter, step.assignment.epoch)
                 self._carry_out(self.machine.assigned(step.session, _now_ms()))
             case Fence():
                 done = await self._log.fence(step.log, step.epoch)
@@ -356,6 +373,7 @@ class RouterRole:
                 await active.moved.wait()
             else:
                 if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
+                    active.journey.read(chunk)
                     return chunk
 
     async def leave(self, active: _Active) -> None:
@@ -380,6 +398,7 @@ class RouterRole:
         finally:
             self.machine.forget(active.session)
             del self._active[active.session]
+            active.journey.ended(active.error or _failure(active.opening))
             if active.slot:
                 self._slots.release()
             self._ended.set()
@@ -390,6 +409,7 @@ class _Active(Struct, eq=False):
 
     session: SessionId
     commit_log: str
+    journey: Journey
     opening: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     steps: set[asyncio.Task[None]] = field(default_factory=set)
@@ -435,6 +455,12 @@ class Reader:
 def _local(kind: str, name: str = "") -> MlcUri:
     """An object of this process, a new one without ``name``; raises ``Malformed`` for a name that can't be."""
     return MlcUri("local", SCOPE, kind, name or secrets.token_hex(16))
+
+
+def _failure(opening: asyncio.Task[None]) -> str:
+    """Why a session could not be opened; empty if it was, or if nobody waited for it."""
+    error = None if opening.cancelled() else opening.exception()
+    return error.detail if isinstance(error, Refusal) else "" if error is None else type(error).__name__
 
 
 def _now_ms() -> int:
