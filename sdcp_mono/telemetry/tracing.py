@@ -264,7 +264,7 @@ class _Maker:
         where = {"sdcp.round": info.round, "sdcp.epoch": info.epoch}
         append = {
             **where, "sdcp.append_seconds": phases.append_ended - phases.append_began,
-            "sdcp.batch.requests": phases.appends,
+            "sdcp.append_rounds": phases.appends,
         }  # fmt: skip
         scored = phases.scored
         return [
