@@ -98,14 +98,14 @@ class Pipe:
             self.exported += len(spans) - failed
 
     def _take(self) -> list[Span]:
-        offset = time.time() - time.perf_counter()
+        offset_ns = time.time_ns() - time.perf_counter_ns()
         spans: list[Span] = []
         while self._notes and len(spans) < BATCH:
             note = self._notes.popleft()
             with self._lock:
                 self._queued -= note.count
             try:
-                spans += spans_of(note, offset)
+                spans += spans_of(note, offset_ns)
             except Exception:
                 log.exception("a note could not be made into spans")
                 self._failed += note.count

@@ -203,9 +203,9 @@ class RoleTracer:
 # ---- on the exporters' threads -----------------------------------------------------------------------
 
 
-def spans_of(note: Note, offset: float) -> list[Span]:
-    """The spans of a note. ``offset`` is what the wall clock shows beyond the performance counter, in seconds."""
-    maker = _Maker(note, offset)
+def spans_of(note: Note, offset_ns: int) -> list[Span]:
+    """The spans of a note. ``offset_ns`` is what the wall clock shows beyond the performance counter."""
+    maker = _Maker(note, offset_ns)
     match note.about:
         case DraftPhases():
             return [maker.draft(note.about)]
@@ -219,13 +219,13 @@ def spans_of(note: Note, offset: float) -> list[Span]:
 
 
 class _Maker:
-    def __init__(self, note: Note, offset: float) -> None:
+    def __init__(self, note: Note, offset_ns: int) -> None:
         self._note = note
-        self._offset = offset
+        self._offset_ns = offset_ns
         self._whose = {"sdcp.session_id": note.session.hex(), "sdcp.role": note.role}
 
     def _ns(self, at: float) -> int:
-        return int((at + self._offset) * 1e9)
+        return self._offset_ns + round(at * 1e9)
 
     def _span(
         self, name: str, span_id: bytes, parent: bytes, began: float, ended: float, attributes: Attributes,

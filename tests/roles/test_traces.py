@@ -29,7 +29,7 @@ class Kept:
         self.notes.append(note)
 
     def spans(self, name: str = "") -> list[Span]:
-        return [span for note in self.notes for span in spans_of(note, 0.0) if name in ("", span.name)]
+        return [span for note in self.notes for span in spans_of(note, 0) if name in ("", span.name)]
 
 
 def right(kit: Any) -> Any:

@@ -21,7 +21,7 @@ from sdcp_mono.telemetry.spans import Span
 from sdcp_mono.telemetry.tracing import Note, _Event, spans_of
 
 SESSION = bytes(range(16))
-WALL = 1_700_000_000.0  # what the wall clock shows when the performance counter is at 0
+WALL_NS = 1_700_000_000 * 10**9  # what the wall clock shows when the performance counter is at 0
 HANG_SECONDS = 30
 
 
@@ -64,7 +64,7 @@ class Kit:
 
     @classmethod
     def spans(cls, notes: list[Note] | None = None) -> list[Span]:
-        return [span for note in notes or cls.recorded() for span in spans_of(note, WALL)]
+        return [span for note in notes or cls.recorded() for span in spans_of(note, WALL_NS)]
 
 
 @pytest.fixture
