@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from contextlib import AsyncExitStack
@@ -16,6 +17,8 @@ from sdcp_mono.grpc.calls import Tracing as CallTracing
 from sdcp_mono.settings import TraceSettings
 from sdcp_mono.telemetry import context, export
 from sdcp_mono.telemetry.tracing import Tracing
+
+log = logging.getLogger(__name__)
 
 CALLS: Final = CallTracing(inject=context.inject, extract=context.extract)
 """How a session's trace goes along with calls between roles."""
@@ -35,8 +38,11 @@ def _open(settings: TraceSettings, role: str, registry: CollectorRegistry, stack
         if settings.trace_otlp:
             exporters.append(("otlp", export.otlp(settings.trace_otlp, whose)))
         if settings.trace_file_mb:
-            cap = settings.trace_file_mb * 2**20
-            exporters.append(("file", export.TraceFile(settings.data_dir / "traces", role, cap, whose)))
+            folder, cap = settings.data_dir / "traces", settings.trace_file_mb * 2**20
+            try:
+                exporters.append(("file", export.TraceFile(folder, role, cap, whose)))
+            except OSError as error:  # no reason not to serve
+                log.warning("no traces are written: %s; SDCP_TRACE_FILE_MB=0 says that none are wanted", error)
     if not exporters:
         return None
     pipes = [export.Pipe(name, exporter, settings.trace_queue) for name, exporter in exporters]

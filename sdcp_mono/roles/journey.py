@@ -48,7 +48,7 @@ class Journey:
         self._tracer.event(self._session, "sdcp.assigned", epoch, drafter=drafter)
 
     def told(self, event: Event) -> None:
-        if event.kind in (Action.SWITCH, Action.SELF_DECODE):
+        if event.kind in (Action.SWITCH, Action.SELF_DECODE) and not self._released:  # AMB-180: it may be repeated
             self._released = True
             action = Action(event.kind).name.lower()
             self._tracer.event(

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sdcp_mono import __version__
-from sdcp_mono.telemetry.spans import Span, json_line, readable
+from sdcp_mono.telemetry.spans import EARLIER, Span, json_line, readable
 from sdcp_mono.telemetry.tracing import Note, spans_of
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class TraceFile:
     def __init__(self, folder: Path, name: str, cap: int, whose: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock, self._path = _claim(folder, name)
-        self._before = self._path.with_suffix(".1.jsonl")
+        self._before = self._path.with_suffix(EARLIER)
         self._half = cap // 2
         self._whose = whose
         self._file = self._path.open("ab")

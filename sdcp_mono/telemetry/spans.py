@@ -12,6 +12,7 @@ from sdcp_mono import __version__
 
 SCOPE: Final = "sdcp_mono"
 DROPPED: Final = "sdcp.dropped_spans"  # attribute of the scope: how many this process has dropped so far
+EARLIER: Final = ".1.jsonl"  # ends the name of a trace file that was full
 INTERNAL, ERROR = 1, 2  # SpanKind and StatusCode of OTLP
 
 Attributes = dict[str, Any]

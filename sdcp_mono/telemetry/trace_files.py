@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from msgspec import Struct, field
 
-from sdcp_mono.telemetry.spans import Span, SpanEvent, read_line
+from sdcp_mono.telemetry.spans import EARLIER, Span, SpanEvent, read_line
 
 
 class Session(Struct):
@@ -132,15 +132,17 @@ def read(paths: Sequence[Path]) -> Found:
 
 
 class Follower:
-    """Whole lines as they come, also from files that appear or are rotated. ``look`` never waits."""
+    """Whole lines as they come from now on, also from files that appear or are rotated. ``look`` never waits."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._open: dict[Path, BinaryIO] = {}
+        self._open = {path: path.open("rb") for path in files_in(paths) if not path.name.endswith(EARLIER)}
+        for file in self._open.values():
+            file.seek(0, os.SEEK_END)
 
     def look(self) -> Iterator[bytes]:
         for path in [*self._open, *(path for path in files_in(self._paths) if path not in self._open)]:
-            if path.name.endswith(".1.jsonl"):
+            if path.name.endswith(EARLIER):
                 continue  # it was read under its earlier name, or is from before
             file = self._open.get(path)
             if file is None:

@@ -35,6 +35,7 @@ NOTABLE: Final = (
     "sdcp.escalation",
     "sdcp.failover",
 )  # kept whether the session is sampled or not
+OVER: Final = "sdcp-session-closed"  # a proposal that meets its session's end is nobody's fault
 
 
 class Queue(Protocol):
@@ -171,7 +172,7 @@ class RoleTracer:
         if known is None:
             return
         slow = phases.answered - phases.began >= self._tracing.slow_seconds
-        if known.sampled or slow or phases.problem:
+        if known.sampled or slow or phases.problem not in ("", OVER):
             events = [_Event(phases.answered, "sdcp.rejected", {"problem": phases.problem})] if phases.problem else []
             self._keep(session, known, phases.began, phases.drafted, phases, events)
 

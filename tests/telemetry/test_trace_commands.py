@@ -139,3 +139,14 @@ def test_following_reads_each_line_once_through_rotation(kit: Any, tmp_path: Pat
     follower.close()
     assert (tmp_path / "serve.1.jsonl").exists()
     assert len(seen) == len(set(seen)) == 29
+
+
+def test_following_begins_now(kit: Any, tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, "serve", 2**20, {"service.name": "sdcp-mono"})
+    file.export(kit.spans(kit.round(1, 0.0)), 0)
+    follower = Follower([tmp_path])
+    file.export(kit.spans(kit.round(2, 1.0)), 0)
+    (line,) = follower.look()
+    file.close()
+    follower.close()
+    assert b'"sdcp.round","value":{"intValue":"2"}' in line
