@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 
 from sdcp_mono import __version__
+from sdcp_mono.cli_trace import traces
 from sdcp_mono.models.identity import ModelError
 from sdcp_mono.settings import CacheSettings, Common, DrafterSettings, RouterSettings, Settings, VerifierSettings
 
@@ -38,6 +39,7 @@ certificates = typer.Typer(help="Certificates for development.", no_args_is_help
 app.add_typer(certificates, name="certs")
 caches = typer.Typer(help="Look into the tiers and the commit log.", no_args_is_help=True)
 app.add_typer(caches, name="cache")
+app.add_typer(traces, name="trace")
 out = Console()
 err = Console(stderr=True)
 

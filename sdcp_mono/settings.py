@@ -50,6 +50,36 @@ class Common(BaseSettings):
         return init_settings, env_settings, dotenv_settings, TomlConfigSettingsSource(settings_cls)
 
 
+class TraceSettings(Common):
+    """Traces of sessions and rounds. Without an exporter (no file, no OTLP) nothing is traced."""
+
+    trace_sample: float = Field(
+        1.0, ge=0, le=1,
+        description="Share of the sessions that are traced whole, chosen by their ids, so all roles agree; of the "
+        "others only rounds that were slow or went wrong.",
+    )  # fmt: skip
+    trace_slow_ms: int = Field(
+        1000, ge=0,
+        description="A round that takes so long is traced whatever the sample: nobody waits a second for a few tokens "
+        "without asking why. 0: none is slow.",
+    )  # fmt: skip
+    trace_file_mb: int = Field(
+        64, ge=0, le=65536,
+        description="Most that this process's trace file may take, under traces/ in the data folder; older spans go. "
+        "64 MB hold about 100,000 spans, an hour of one busy session. 0: no file.",
+    )  # fmt: skip
+    trace_otlp: str = Field(
+        "", repr=False,
+        description="Also send spans to http://HOST:4318, https://…, grpc://HOST:4317 or grpcs://… (extra otlp); "
+        "headers and timeouts as OTEL_EXPORTER_OTLP_… say.",
+    )  # fmt: skip
+    trace_queue: int = Field(
+        16384, ge=16, le=2**20,
+        description="Spans that wait for an exporter, at most: about 20 MB, and some ten seconds of 16 busy sessions, "
+        "which a collector may take to come back. More are dropped and counted.",
+    )  # fmt: skip
+
+
 class TierSettings(Common):
     """The tiers below the device."""
 
@@ -157,7 +187,7 @@ class GatewaySettings(Common):
         return _bases(value)
 
 
-class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings, ModelSettings):
+class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings, ModelSettings, TraceSettings):
     """One node with every role: ``sdcp-mono serve``."""
 
     share_kv: bool = Field(
@@ -165,7 +195,7 @@ class Settings(GatewaySettings, StoreSettings, AdmissionSettings, DraftSettings,
     )
 
 
-class LinkSettings(Common):
+class LinkSettings(TraceSettings):
     """How a role that is a process of its own meets the others: internal gRPC with mutual TLS."""
 
     base: str = Field(description="Base URI by which others reach this instance; its certificate names it.")

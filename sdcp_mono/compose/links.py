@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry
 
 from sdcp_mono import certs
+from sdcp_mono.compose.tracing import CALLS
 from sdcp_mono.core.names import Bases
 from sdcp_mono.core.ports import DrafterPort, RouterPort, VerifierPort
 from sdcp_mono.grpc.cache_client import CommitLogClient, ObjectStoreClient
@@ -150,7 +151,7 @@ class Channels:
 
     def make(self, base: str) -> Channel:
         """One that is not counted here; whoever asked for it closes it."""
-        return Channel(urlsplit(base).netloc, self._pems, instance=self._instance)
+        return Channel(urlsplit(base).netloc, self._pems, instance=self._instance, tracing=CALLS)
 
     async def close(self) -> None:
         await self._closing.stop()
@@ -233,5 +234,8 @@ class Links:
         listen = self.settings.listen or urlsplit(self.settings.base).netloc
         host, _, port = listen.rpartition(":")
         return await self.stack.enter_async_context(
-            serve_grpc(host=host.strip("[]"), port=int(port), files=self._pems, access=self.access, services=services)
-        )
+            serve_grpc(
+                host=host.strip("[]"), port=int(port), files=self._pems, access=self.access, services=services,
+                tracing=CALLS,
+            )
+        )  # fmt: skip

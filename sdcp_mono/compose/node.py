@@ -17,6 +17,7 @@ from sdcp_mono import certs
 from sdcp_mono.cache.row_source import LocalRows
 from sdcp_mono.compose.models import Loaded
 from sdcp_mono.compose.storage import AUTHORITY, Storage, prefill_seconds, rows_from_bytes
+from sdcp_mono.compose.tracing import tracer
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import DrafterPort, DraftRequest, RouterPort, ScoreRequest, VerifierPort
 from sdcp_mono.core.routing import Candidate, Router, prefer_idle
@@ -31,17 +32,21 @@ from sdcp_mono.http_gateway.server import Gateway, serve_gateway
 from sdcp_mono.http_gateway.verifier import VerifierResources
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.drafter import Drafter, Source
-from sdcp_mono.roles.router import RouterRole, Terms
+from sdcp_mono.roles.router import RouterRole
 from sdcp_mono.roles.routers import EveryRouter
+from sdcp_mono.roles.terms import Terms
 from sdcp_mono.roles.verifier import Verifier
 from sdcp_mono.settings import Settings
 from sdcp_mono.telemetry.metrics import RoleMetrics
+from sdcp_mono.telemetry.tracing import Tracing
 
 
 class Node:
     """Router, verifier, drafter and cache as objects of one process; ``gateway`` also serves them to others."""
 
-    def __init__(self, loaded: Loaded, registry: CollectorRegistry, *, gateway: bool = False) -> None:
+    def __init__(
+        self, loaded: Loaded, registry: CollectorRegistry, *, gateway: bool = False, tracing: Tracing | None = None
+    ) -> None:
         settings, card = loaded.settings, loaded.card
         self.loaded = loaded
         self._settings = settings
@@ -75,6 +80,7 @@ class Node:
         self.serving = RouterRole(
             Router(trusted=trusted, prefer=partial(_kit_first, frozenset(self._kit.values()))), card,
             self._verifiers, self._drafters, self._log, storage.objects, terms, caches.reference,
+            tracer=tracer(tracing, "router"),
         )  # fmt: skip
         self._told = [EveryRouter(self.serving, others) for others in (self._verifier_routers, self._drafter_routers)]
 
@@ -88,7 +94,7 @@ class Node:
         restore = {name: storage.restorer(name, score.call, partial(self._compute_seconds, name)) for name in loaded.kv}
         self._verifier = self._verifiers[bases["verifier"]] = self._drafted_for[bases["verifier"]] = Verifier(
             bases["verifier"], engine, loaded.target, score, self._log, rows, self._told[0], caches.tokens, observer,
-            restore=restore.get("target"),
+            restore=restore.get("target"), tracer=tracer(tracing, "verifier"),
         )  # fmt: skip
         self._drafter: Drafter | None = None
         if loaded.drafts:
@@ -108,6 +114,7 @@ class Node:
             self._drafter = self._drafters[bases["drafter"]] = Drafter(
                 bases["drafter"], sources, self._drafted_for, rows, self._told[1], caches.tokens,
                 m_fixed=settings.m_fixed, verify_seconds=lambda rows: score.cost.seconds(rows),
+                tracer=tracer(tracing, "drafter"),
             )  # fmt: skip
 
     async def __aenter__(self) -> Self:

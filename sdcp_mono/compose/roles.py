@@ -29,6 +29,7 @@ from sdcp_mono.compose.storage import (
     report_stores,
     rows_from_bytes,
 )
+from sdcp_mono.compose.tracing import open_tracing, tracer
 from sdcp_mono.core import cbor
 from sdcp_mono.core.engine import Engine, Limits
 from sdcp_mono.core.ports import (
@@ -48,7 +49,8 @@ from sdcp_mono.models.source import resolve
 from sdcp_mono.models.tokenizer import Tokenizer
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.drafter import Drafter, Source
-from sdcp_mono.roles.router import RouterRole, Terms
+from sdcp_mono.roles.router import RouterRole
+from sdcp_mono.roles.terms import Terms
 from sdcp_mono.roles.verifier import TokenFetcher, Verifier
 from sdcp_mono.settings import (
     CacheSettings,
@@ -121,6 +123,7 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
     """``sdcp-mono verifier``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
+        tracing = await open_tracing(settings, "verifier", registry, stack)
         links = Links(settings, "verifier", stack, registry)
         loaded = await status.load(partial(load_target, settings, progress))
         stack.callback(loaded.close)
@@ -145,7 +148,7 @@ async def run_verifier(settings: VerifierSettings, progress: Progress, ready: Re
             restore=tiered.restorer(
                 "target", score.call, lambda tokens: prefill_seconds(score.cost, settings.token_budget, tokens)
             ),
-            fault=loaded.fault,
+            fault=loaded.fault, tracer=tracer(tracing, "verifier"),
         )  # fmt: skip
         stack.push_async_callback(verifier.stop)
         server = await links.serve((VerifierService(verifier, card, engine.drafter_of),))
@@ -164,6 +167,7 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
     """``sdcp-mono drafter``."""
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack, _status(settings, registry) as status:
+        tracing = await open_tracing(settings, "drafter", registry, stack)
         links = Links(settings, "drafter", stack, registry)
         loaded: LoadedDrafters = await status.load(partial(load_drafters, settings, progress))
         stack.callback(loaded.thread.shutdown)
@@ -188,7 +192,7 @@ async def run_drafter(settings: DrafterSettings, progress: Progress, ready: Read
         drafter = Drafter(
             settings.base, sources, links.verifiers(),
             GrpcRows(objects, AUTHORITY, card.vocab_size, partial(rows_from_bytes, card.vocab_size)),
-            links.routers(), token_fetcher(objects), m_fixed=settings.m_fixed,
+            links.routers(), token_fetcher(objects), m_fixed=settings.m_fixed, tracer=tracer(tracing, "drafter"),
         )  # fmt: skip
         stack.push_async_callback(drafter.stop)
         server = await links.serve((DrafterService(drafter),))
@@ -210,6 +214,7 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
     app = FrontEnd(FrontendSettings(), HttpMetrics(registry))
     async with AsyncExitStack() as stack:
         server, serving = await stack.enter_async_context(_http(app, settings.host, settings.port))
+        tracing = await open_tracing(settings, "router", registry, stack)
         links = Links(settings, "router", stack, registry)
         find = partial(resolve, settings.model, settings.data_dir, progress, dtype=settings.dtype)
         folder = await load_unless_told(find, serving)
@@ -220,7 +225,7 @@ async def run_router(settings: RouterSettings, progress: Progress, ready: Ready)
         )  # fmt: skip
         role = RouterRole(
             Router(trusted=Everyone()), folder.card, links.verifiers(), links.drafters(), links.log(),
-            links.objects(), terms,
+            links.objects(), terms, tracer=tracer(tracing, "router"),
         )  # fmt: skip
         role.start()
         stack.push_async_callback(role.stop)

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 import uvicorn
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from sdcp_mono.compose.loading import load_unless_told
 from sdcp_mono.compose.models import Loaded, Progress, load
 from sdcp_mono.compose.node import Node
+from sdcp_mono.compose.tracing import open_tracing
 from sdcp_mono.frontend import terminal
 from sdcp_mono.frontend.app import FrontEnd
 from sdcp_mono.frontend.settings import FrontendSettings
@@ -71,7 +72,9 @@ async def run(settings: Settings, progress: Progress, ready: Callable[[str], Non
     serving = asyncio.create_task(server.serve())
     try:
         loaded = await load_unless_told(partial(load, settings, progress), serving)
-        async with Node(loaded, registry, gateway=settings.gateway) as node:
+        async with AsyncExitStack() as stack:
+            tracing = await open_tracing(settings, "serve", registry, stack)
+            node = await stack.enter_async_context(Node(loaded, registry, gateway=settings.gateway, tracing=tracing))
             TierMetrics(registry, node.storage.stats, node.storage.counts, node.storage.objects)
             app.attach(node.serving, loaded.tokenizer, node.cache_report)
             port = server.servers[0].sockets[0].getsockname()[1]

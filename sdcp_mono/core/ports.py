@@ -419,7 +419,8 @@ class GenerateRequest(Struct, frozen=True):
 
     ``top_logprobs`` -1: none. ``session`` names the session where the caller needs to (seeded requests derive it);
     two live requests with the same id are one session with two readers. ``resume`` names the log of an earlier attempt
-    at this very request (``Generation.log``): it goes on where that log ends.
+    at this very request (``Generation.log``): it goes on where that log ends. For traces only: ``operation``, as
+    ``gen_ai.operation.name`` has it, and ``trace``, the client's ``traceparent``.
     """
 
     prompt: tuple[int, ...]
@@ -431,6 +432,8 @@ class GenerateRequest(Struct, frozen=True):
     top_logprobs: int = -1
     session: SessionId | None = None
     resume: str = ""
+    operation: str = "text_completion"
+    trace: str = ""
 
 
 class Generation(Protocol):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sdcp_mono.core.ports import ModelCard, Serving
+from sdcp_mono.core.ports import GenerateRequest, ModelCard, Serving
 from sdcp_mono.core.problems import Refusal
 from sdcp_mono.frontend.boundary import OTHER, Boundary, RequestMetrics, set_model
 from sdcp_mono.frontend.choices import Choice, Delta
@@ -194,6 +195,7 @@ class Generating(Generic[R]):
         """The whole response, or None if it was streamed; what comes after ``last_id`` where the client has one."""
         serving, planner = self._front.backend(body.model, scope)
         plan = await self._plan(planner, body)
+        plan = replace(plan, requests=tuple(self._traced(request, scope) for request in plan.requests))
         places: list[Place | None] = [None] * len(plan.requests)
         if last_id and plan.stream:
             places = parse_event_id(last_id, len(places))
@@ -212,6 +214,12 @@ class Generating(Generic[R]):
             return _json(reply.whole(choices, shown.results()))
         await shown.end()
         return None
+
+    def _traced(self, request: GenerateRequest, scope: Scope) -> GenerateRequest:
+        """With the client's trace, and under the name that traces have for this endpoint."""
+        operation = "chat" if self._reply is ChatReply else "text_completion"
+        trace = Request(scope).headers.get("traceparent", "")
+        return structs.replace(request, operation=operation, trace=trace)
 
 
 class _Collected:

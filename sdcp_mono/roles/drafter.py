@@ -26,6 +26,7 @@ from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, Ro
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable, UnknownSession
 from sdcp_mono.core.routing import LEAVING_TTL_MS
 from sdcp_mono.core.speculation import Acceptance, CostTable, Pace, pace
+from sdcp_mono.core.traces import DraftPhases, ModelPass, Tracer, Untraced
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.restoring import Restorer
 from sdcp_mono.roles.tasks import Tasks, repeat
@@ -70,6 +71,8 @@ class Work(Struct):
     rows_uri: str = ""  # of the proposal under way
     source: str = ""  # that drafted it
     shadows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # what instant sources would have proposed
+    model: ModelPass | None = None  # that drafted it, if one was needed
+    times: tuple[float, float] = (0.0, 0.0)  # when drafting it began and ended
     restored: set[str] = field(default_factory=set)  # sources that have looked for the prefix's KV below the device
 
 
@@ -87,6 +90,7 @@ class Drafter:
         *,
         m_fixed: int | None = None,
         verify_seconds: Callable[[int], float] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         assert sources
         self.base = base
@@ -96,6 +100,7 @@ class Drafter:
         self._router = router
         self._tokens = tokens
         self._m_fixed = m_fixed
+        self._tracer = tracer or Untraced()
         self._work: dict[SessionId, Work] = {}
         self._verify_seconds = verify_seconds  # of a pass by its rows, where the verifier is near enough to ask
         self._rounds = CostTable()  # otherwise measured: from proposal to verdict by M + 1
@@ -168,6 +173,7 @@ class Drafter:
         if before is not None:
             before.cancel()
         work = self._work[assignment.session] = Work(DraftSession(assignment, prompt), None, {}, {})
+        self._tracer.opened(assignment.session)
         work.task = self._tasks.start(self._run(work, before))
 
     # ---- one session -----------------------------------------------------------------------------
@@ -175,6 +181,7 @@ class Drafter:
     async def _run(self, work: Work, before: asyncio.Task[None] | None) -> None:
         """Propose until the session is over here. ``before``: the worker this one replaces (AMB-086)."""
         rules, session = work.rules, work.rules.assignment.session
+        self._tracer.follow(session)
         try:
             if before is not None:
                 await asyncio.wait((before,))
@@ -189,6 +196,7 @@ class Drafter:
         finally:
             if self._work.get(session) is work:
                 del self._work[session]
+                self._tracer.closed(session)
             self._release(session)
             rules.outstanding = None
             await self._settle(work)
@@ -197,7 +205,10 @@ class Drafter:
         lost = isinstance(refusal, QUnavailable) and _seeded(work.rules)  # the cache's doing: proposed again as it was
         if isinstance(refusal, BadProposal | QUnavailable) and not lost:
             self._fault(work, work.source)
+        refused = work.rules.outstanding
         step = work.rules.refusal(refusal)
+        if refused is not None and work.rules.outstanding is None:  # otherwise it is sent again
+            self._trace(work, refused, problem=refusal.suffix or str(refusal.status))
         if step is Next.DECLINE and lost:
             step = Next.DRAFT
         if step is Next.RETRY or (step is not Next.STOP and work.rules.refused > 1):
@@ -223,17 +234,28 @@ class Drafter:
         if step is Next.DRAFT:  # how long a repeated one took says nothing
             self._rounds = self._rounds.after(len(proposal.tokens) + 1, time.perf_counter() - started)
         self._learn(work, len(proposal.tokens), verdict)
+        self._trace(work, proposal, accepted=verdict.accepted)
         return rules.verdict(verdict)
+
+    def _trace(self, work: Work, proposal: Proposal, *, accepted: int = 0, problem: str = "") -> None:
+        (began, drafted), m = work.times, len(proposal.tokens)
+        phases = DraftPhases(
+            proposal.epoch, proposal.round, work.source, m, began, drafted, time.perf_counter(), work.model, accepted,
+            problem,
+        )  # fmt: skip
+        self._tracer.draft(proposal.session, phases)
 
     async def _prepare(self, work: Work) -> Proposal | None:
         """Draft and publish the next proposal; None where there is nothing to propose, or no place for its rows."""
-        rules = work.rules
+        rules, began = work.rules, time.perf_counter()
+        work.model = None
         draft = await self._draft(work)
         if not draft.tokens:
             return None
         uri: str | UnsetType = UNSET
         if rules.rule is not Rule.GREEDY and (uri := await self._publish(work, draft)) is UNSET:
             return None
+        work.times = (began, time.perf_counter())
         # For whoever looks at rounds: which source drafted this one (AMB-143: not an identity).
         return rules.propose(draft.tokens, uri, structs.replace(self._status, instance=work.source or self.base))
 
@@ -336,13 +358,16 @@ class Drafter:
             work.restored.add(name)
             await source.restore(request.session, tuple(request.prefix), request.scope)
         try:
-            return await self._ask(source, request)
+            draft, made = await self._ask(source, request)
         except Exception:
             log.exception("drafter %s failed", name)
             self._fault(work, name)
             return Draft(())
+        work.model = made or work.model
+        return draft
 
-    async def _ask(self, source: Source, request: DraftRequest) -> Draft:
+    async def _ask(self, source: Source, request: DraftRequest) -> tuple[Draft, ModelPass | None]:
+        asked, made = time.perf_counter(), None
         if source.batcher is None:
             (answer,) = source.model.draft([request])
             draft = Draft(()) if answer is None else answer
@@ -351,11 +376,12 @@ class Drafter:
             hold = source.hold(request.session, end, request.prefix, request.length) if source.hold else nullcontext()
             async with hold:
                 draft, cost = await source.batcher.submit(request)
+            made = ModelPass(asked, time.perf_counter(), cost.seconds, cost.rows, cost.requests)
             if draft.seconds_per_token:
                 source.cost = source.cost.after(cost.requests, draft.seconds_per_token)
         if len(draft.tokens) > request.m:
             raise ValueError(f"{len(draft.tokens)} tokens, at most {request.m} were asked for")
-        return draft
+        return draft, made
 
     def _request(self, rules: DraftSession, m: int) -> DraftRequest:
         return DraftRequest(

@@ -40,6 +40,7 @@ class _Resident:
     room: int = 0  # tokens there is room for; 0 while it isn't on the device
     holds: int = 0  # passes that use its KV now
     gone: bool = False
+    restored: int = 0  # blocks that came back for it, not yet told
 
 
 class Residency:
@@ -100,6 +101,14 @@ class Residency:
         finally:
             mine.holds -= 1
             self._tell()
+
+    def restored(self, session: SessionId) -> int:
+        """KV blocks that came back for a session since this was last asked."""
+        mine = self._residents.get(session)
+        if mine is None:
+            return 0
+        blocks, mine.restored = mine.restored, 0
+        return blocks
 
     def close(self, session: SessionId) -> asyncio.Future[Any]:
         """Forget a session and free its room: at once, before whatever a later session asks the model for."""
@@ -171,7 +180,7 @@ class Residency:
 
     async def _bring_back(self, mine: _Resident, prefix: Sequence[int]) -> None:
         if self._restore is not None:
-            await self._restore(mine.id, prefix, mine.scope)
+            mine.restored += await self._restore(mine.id, prefix, mine.scope)
 
     def _tell(self) -> None:
         if self._waiting:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from msgspec import UNSET, Struct, field
 
 from sdcp_mono.core import cbor
-from sdcp_mono.core.messages import Action, Contract, Event, Role, SessionId, SessionOpen, Status
+from sdcp_mono.core.messages import Action, Event, Role, SessionId, SessionOpen, Status
 from sdcp_mono.core.names import MlcUri
 from sdcp_mono.core.ports import (
     Chunk,
@@ -42,7 +42,10 @@ from sdcp_mono.core.problems import (
 )
 from sdcp_mono.core.routing import Router, Stage
 from sdcp_mono.core.steps import Assign, Ended, Fence, Inform, Open, ReadRecords, SendPolicy, Step
+from sdcp_mono.core.traces import Tracer, Untraced, Wish
+from sdcp_mono.roles.journey import Journey
 from sdcp_mono.roles.tasks import Tasks, repeat
+from sdcp_mono.roles.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,6 @@ ROOM_RETRY_SECONDS: Final = 0.5  # how often a request that fits no verifier loo
 READ_MS: Final = 2_000  # of one poll, so also how late a reader may notice that its session lives elsewhere by now
 TOKENS_TTL_MS: Final = 60_000  # of the committed tokens for a new verifier, which reads them at once
 STEP_RETRY_MS: Final = 100  # before a step of a failover is repeated
-LADDER: Final = 512  # entries that a contract's fallback list may grow by; 1024 are allowed
 STAGES: Final[Mapping[type[Any], Stage]] = {
     Open: Stage.OPENING,
     Inform: Stage.INFORMING,
@@ -62,22 +64,6 @@ STAGES: Final[Mapping[type[Any], Stage]] = {
     Fence: Stage.FENCING,
     ReadRecords: Stage.READING,
 }
-
-
-class Terms(Struct, frozen=True):
-    """What every session contract of this router says (4.1), and how many requests it takes."""
-
-    m_max: int = 8
-    m_init: int = 4
-    low_rounds: int = 4
-    low_ratio: int = 0
-    fallback: tuple[int, ...] = (Action.REDUCE, Action.REDUCE, Action.SELF_DECODE, Action.SELF_DECODE)
-    self_load: int = 100
-    self_max: int = 32
-    active: int = 32  # sessions at work; more wait, so that each one is fast enough to be useful
-    queue: int = 256  # waiting requests; more would wait longer than clients do
-    wait_seconds: float = 120.0  # of a queued request, then 503
-    drafted: bool = True  # a drafter will come; otherwise a session is drafted if one has reported when it opens
 
 
 class RouterRole:
@@ -97,8 +83,10 @@ class RouterRole:
         objects: ObjectStore,
         terms: Terms | None = None,
         reference: Callable[[MlcUri], str] = str,
+        tracer: Tracer | None = None,
     ) -> None:
         self.machine = machine
+        self._tracer = tracer or Untraced()
         self.terms = terms = terms or Terms()
         self._card = card
         self._verifiers = verifiers
@@ -138,7 +126,11 @@ class RouterRole:
         self._reported.set()
 
     async def event(self, event: Event) -> None:
-        self._carry_out(self.machine.event(event, _now_ms()))
+        steps = self.machine.event(event, _now_ms())
+        active = self._active.get(event.session)
+        if active is not None:
+            active.journey.told(event)
+        self._carry_out(steps)
 
     def verifier_of(self, session: SessionId) -> str | None:
         routed = self.machine.sessions.get(session)
@@ -181,7 +173,9 @@ class RouterRole:
             if self._slots.locked() and self._waiting >= self.terms.queue:
                 raise TooManyRequests("the queue is full", retry_after_ms=1000)
             # A log belongs to one attempt: a later identical request starts another.
-            active = _Active(session, self._reference(_local("log", request.resume)))
+            commit_log = self._reference(_local("log", request.resume))
+            wish = Wish(request, self._card.name, commit_log.rpartition("/")[2])
+            active = _Active(session, commit_log, Journey(self._tracer, session, wish))
             self._active[session] = active
             self._waiting += 1
             active.opening = self._tasks.start(self._admit(active, request))
@@ -205,6 +199,7 @@ class RouterRole:
             except TimeoutError:
                 raise Unavailable("no slot became free in time", retry_after_ms=5000) from None
             active.slot = True
+            active.journey.admitted()
             if request.resume:
                 await self._recover(active, request)
                 return
@@ -228,7 +223,9 @@ class RouterRole:
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
         moved = active.moved
-        self._carry_out(self.machine.recover(opening, request.prompt, options, self._m_init(request), drafted=drafted))
+        self._carry_out(
+            self.machine.recover(opening, request.prompt, options, self.terms.first_limit(request), drafted=drafted)
+        )
         await asyncio.wait((moved,))
         if active.error:
             raise UnknownSession(f"resume: {active.error}")
@@ -237,7 +234,7 @@ class RouterRole:
         """Open the session at a verifier; False if none has room now, which ``last`` turns into a refusal."""
         options, drafted = self._wanted(request)
         opening = self._opening(request, active)
-        m_init = self._m_init(request)
+        m_init = self.terms.first_limit(request)
         (step,) = self.machine.admit(opening, request.prompt, options, m_init, _now_ms(), drafted=drafted)
         try:
             await self._step(step)
@@ -251,38 +248,13 @@ class RouterRole:
             return False
         return True
 
-    def _m_init(self, request: GenerateRequest) -> int:
-        """The limit of a drafter's first proposal; a later drafter of a seeded session must not start lower."""
-        return self.terms.m_max if _seeded(request) else self.terms.m_init
-
     def _moved_on(self, session: SessionId, epoch: int) -> bool:
         """Whether the verifier that was asked with ``epoch`` has been given up meanwhile."""
         routed = self.machine.sessions.get(session)
         return routed is not None and routed.epoch > epoch
 
     def _opening(self, request: GenerateRequest, active: _Active) -> SessionOpen:
-        terms = self.terms
-        # A seeded session's rounds must not follow from earlier ones, which a failover forgets: no ladder.
-        low_rounds = request.max_new + 1 if _seeded(request) else terms.low_rounds
-        # A drafter that is never right costs time, not the answer: each entry is worth low_rounds + self_max tokens, so
-        # the ladder doesn't run out, which would be "fail" (6.5.2), before max_new does.
-        self_max = max(terms.self_max, request.max_new // LADDER)
-        more = request.max_new // (terms.low_rounds + self_max)
-        contract = Contract(
-            target=self._card.target,
-            tokenizer=self._card.tokenizer,
-            rule=int(request.rule),
-            sampling=request.sampling,
-            m_max=terms.m_max,
-            max_new=request.max_new,
-            stop=request.stop,
-            low_rounds=low_rounds,
-            low_ratio=terms.low_ratio,
-            fallback=(*(int(entry) for entry in terms.fallback), *[int(Action.SELF_DECODE)] * more),
-            self_load=terms.self_load,
-            self_max=self_max,
-            scope=SCOPE,
-        )
+        contract = self.terms.contract(request, self._card, SCOPE)
         return SessionOpen(
             session=active.session, epoch=1, contract=contract, prompt=request.prompt, commit_log=active.commit_log
         )
@@ -315,6 +287,9 @@ class RouterRole:
         self._carry_out(self.machine.failed(step.session, stage, refusal, _now_ms()))
 
     async def _step(self, step: Step) -> None:
+        routed = self._active.get(step.session)
+        if routed is not None:
+            routed.journey.begins(step)
         match step:
             case Open():
                 active = self._active[step.session]
@@ -326,12 +301,15 @@ class RouterRole:
                     return  # a late answer: the session was given up there, and lives or will live elsewhere
                 active.verifier, active.epoch = step.verifier, step.message.epoch
                 active.moves()
+                active.journey.opened(active.verifier, active.epoch)
                 self._carry_out(self.machine.opened(step.session, state, _now_ms()))
             case Inform():
                 state = await self._verifiers[step.verifier].assign(step.assignment)
                 self._carry_out(self.machine.informed(step.session, state))
             case Assign():
                 await self._drafters[step.drafter].assign(step.assignment)
+                if routed is not None:
+                    routed.journey.assigned(step.drafter, step.assignment.epoch)
                 self._carry_out(self.machine.assigned(step.session, _now_ms()))
             case Fence():
                 done = await self._log.fence(step.log, step.epoch)
@@ -384,6 +362,7 @@ class RouterRole:
                 await asyncio.wait((moved,))
             else:
                 if chunk.epoch >= active.epoch and (chunk.tokens or chunk.final):
+                    active.journey.read(chunk)
                     return chunk
             finally:
                 asking.cancel()
@@ -410,6 +389,7 @@ class RouterRole:
         finally:
             self.machine.forget(active.session)
             del self._active[active.session]
+            active.journey.ended(active.error or _failure(active.opening))
             if active.slot:
                 self._slots.release()
             self._ended.set()
@@ -420,6 +400,7 @@ class _Active(Struct, eq=False):
 
     session: SessionId
     commit_log: str
+    journey: Journey
     opening: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     steps: set[asyncio.Task[None]] = field(default_factory=set)
@@ -467,13 +448,15 @@ class Reader:
             await self._router.leave(self._active)
 
 
-def _seeded(request: GenerateRequest) -> bool:
-    return request.sampling.seed is not UNSET
-
-
 def _local(kind: str, name: str = "") -> MlcUri:
     """An object of this process, a new one without ``name``; raises ``Malformed`` for a name that can't be."""
     return MlcUri("local", SCOPE, kind, name or secrets.token_hex(16))
+
+
+def _failure(opening: asyncio.Task[None]) -> str:
+    """Why a session could not be opened; empty if it was, or if nobody waited for it."""
+    error = None if opening.cancelled() else opening.exception()
+    return error.detail if isinstance(error, Refusal) else "" if error is None else type(error).__name__
 
 
 def _now_ms() -> int:

@@ -63,7 +63,9 @@ from sdcp_mono.core.ports import (
 )
 from sdcp_mono.core.problems import BadProposal, QUnavailable, Refusal, Unavailable
 from sdcp_mono.core.routing import LEAVING_TTL_MS
+from sdcp_mono.core.traces import Tracer, Untraced
 from sdcp_mono.roles.batching import Batcher
+from sdcp_mono.roles.phases import Phases
 from sdcp_mono.roles.residency import Residency
 from sdcp_mono.roles.restoring import Restorer
 from sdcp_mono.roles.tasks import Tasks, repeat
@@ -101,6 +103,7 @@ class Verifier:
         restore: Restorer | None = None,
         self_decode_idle: bool = True,
         fault: Callable[[], str] = str,
+        tracer: Tracer | None = None,
     ) -> None:
         """``fault`` says why the model can't be used any more, empty while it can; it is asked once a second."""
         self.base = base
@@ -112,6 +115,7 @@ class Verifier:
         self._router = router
         self._tokens = tokens
         self._observer = observer
+        self._phases = Phases(tracer or Untraced())
         self._self_decode_idle = self_decode_idle
         self._fault = fault
         self._waiters: dict[Waiter, asyncio.Future[Any]] = {}
@@ -200,11 +204,13 @@ class Verifier:
             if opening.resume is UNSET:
                 await self._log.create(opening.commit_log)
             material = Opening(opening, prompt, committed, records)
+            self._phases.opened(opening.session)
             state: SessionState = await self._ask(
                 lambda waiter: self.engine.open(material, options, waiter, self.moment())
             )
         except BaseException:  # a cancelled caller too: the model's thread admits all the same, and then releases
             if not self.engine.serves(opening.session):
+                self._phases.closed(opening.session)
                 self._release(opening.session)
             raise
         self._count_sessions()
@@ -215,7 +221,11 @@ class Verifier:
         return state
 
     async def propose(self, proposal: Proposal, caller: str) -> Verdict:
-        verdict: Verdict = await self._ask(lambda waiter: self.engine.propose(proposal, caller, waiter))
+        try:
+            verdict: Verdict = await self._ask(lambda waiter: self.engine.propose(proposal, caller, waiter))
+        except Refusal as refusal:
+            self._phases.refused(proposal.session, proposal.epoch, proposal.round, refusal)
+            raise
         return verdict
 
     async def decline(self, decline: Decline, caller: str) -> SessionState:
@@ -292,6 +302,7 @@ class Verifier:
                 case SendEvent():
                     self._tasks.start(self._send(effect.event))
                 case Release():
+                    self._phases.closed(effect.session, self.engine.sessions.get(effect.session))
                     self._drop_score(effect.session)
                     self._release(effect.session)
                     self._count_sessions()
@@ -322,6 +333,7 @@ class Verifier:
             async with self.residency.hold(request.session, end, request.prefix, request.length):
                 answer, cost = await self._batcher.submit(request)
             seconds = cost.seconds
+            self._phases.scored(request.session, asked, cost, self.residency.restored(request.session))
         except ModelLost as error:  # no answer: the round is not over, it goes on at another verifier
             self._lose(str(error))
             del self._scores[request.session]
@@ -354,10 +366,10 @@ class Verifier:
                 outcomes = ["unknown"] * len(batch)
             seconds = time.perf_counter() - started
             for append, outcome in zip(batch, outcomes, strict=True):
-                self._carry_out(self.engine.appended(append, outcome, self.moment(), seconds))
+                effects = self.engine.appended(append, outcome, self.moment(), seconds)
                 if outcome == "ok":
-                    info = append.commit.info
-                    self._observer.round(append.session, structs.replace(info, commit_seconds=seconds))
+                    self._tell(append, started, seconds, len(batch))
+                self._carry_out(effects)
 
     async def _reread(self, pending: Append) -> None:
         await asyncio.sleep(APPEND_BACKOFF_SECONDS[min(pending.attempt, len(APPEND_BACKOFF_SECONDS) - 1)])
@@ -367,7 +379,15 @@ class Verifier:
             log.warning("the commit log can't be read: %s", error)
             self._carry_out(self.engine.log_read(pending, None, self.moment()))
         else:
-            self._carry_out(self.engine.log_read(pending, records, self.moment()))
+            effects = self.engine.log_read(pending, records, self.moment())
+            if records and records[0] == pending.append.record:  # it was made after all (AMB-150)
+                self._tell(pending, time.perf_counter(), 0.0, 1)
+            self._carry_out(effects)
+
+    def _tell(self, append: Append, began: float, seconds: float, appends: int) -> None:
+        """A round is durable: tell whoever watches."""
+        self._observer.round(append.session, structs.replace(append.commit.info, commit_seconds=seconds))
+        self._phases.committed(append, began, appends)
 
     async def _send(self, event: Event) -> None:
         for attempt in range(EVENT_TRIES):

@@ -147,7 +147,7 @@ class Kit:
 
     @asynccontextmanager
     async def node(
-        self, *drafts: Any, target: Any = None, instant: bool = False, **settings: Any
+        self, *drafts: Any, target: Any = None, instant: bool = False, tracing: Any = None, **settings: Any
     ) -> AsyncIterator[World]:
         thread = ThreadPoolExecutor(1, thread_name_prefix="models")
         self._threads.append(thread)
@@ -157,7 +157,7 @@ class Kit:
             Settings(data_dir=self._path, **{"kept_logs": 0} | settings), nothing, CARD, nothing, target,
             tuple((draft, instant) for draft in drafts), thread, 0.0,
         )  # fmt: skip
-        async with self._node(loaded, CollectorRegistry()) as node:
+        async with self._node(loaded, CollectorRegistry(), tracing=tracing) as node:
             yield World(node, target, drafts, thread)
 
     @staticmethod

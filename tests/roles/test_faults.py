@@ -12,7 +12,7 @@ from msgspec import structs
 from sdcp_mono.core import digest as digests
 from sdcp_mono.core.effects import Moment
 from sdcp_mono.core.messages import Action, Assignment, Contract, Output, Proposal, Role, SessionState, Verdict
-from sdcp_mono.core.ports import Draft, DraftRequest, LogAppend
+from sdcp_mono.core.ports import Draft, DraftRequest, LogAppend, PassCost
 from sdcp_mono.core.problems import Conflict, SessionClosed, StaleEpoch, Unavailable
 from sdcp_mono.roles import drafter as drafter_module
 from sdcp_mono.roles import verifier as verifier_module
@@ -35,7 +35,7 @@ class Hanging:
         self.asked += 1
         await self.kit.until(lambda: not self.hanging)
         (draft,) = right(self.kit).draft([request])
-        return draft, 0.0
+        return draft, PassCost(1, 1, 0.0)
 
 
 def later(world: Any, ms: int) -> None:

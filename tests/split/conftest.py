@@ -38,7 +38,8 @@ from sdcp_mono.http_gateway.identity import Access
 from sdcp_mono.http_gateway.mlc_client import Caches
 from sdcp_mono.roles.batching import Batcher
 from sdcp_mono.roles.drafter import Drafter, Source
-from sdcp_mono.roles.router import RouterRole, Terms
+from sdcp_mono.roles.router import RouterRole
+from sdcp_mono.roles.terms import Terms
 from sdcp_mono.roles.verifier import Verifier
 from sdcp_mono.settings import Settings
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from sdcp_mono import certs, compose
 from sdcp_mono.compose.storage import AUTHORITY, rows_from_bytes
+from sdcp_mono.compose.tracing import CALLS
 from sdcp_mono.grpc.cache_client import CommitLogClient, GrpcRows, ObjectStoreClient
 from sdcp_mono.grpc.cache_service import CommitLogService, ObjectStoreService
 from sdcp_mono.grpc.channel import Channel
@@ -77,8 +78,11 @@ class GrpcNode(compose.Node):
             routers=(self._bases["router"],), verifiers=(self._bases["verifier"],), drafters=(self._bases["drafter"],)
         )
         files = certs.files(Path(self._folder), role)
-        return await self._lines.enter_async_context(serve_grpc(files=files, access=access, services=services))
+        return await self._lines.enter_async_context(
+            serve_grpc(files=files, access=access, services=services, tracing=CALLS)
+        )
 
     async def _to(self, server: GrpcServer, role: str) -> Channel:
         """``server``, as ``role`` calls it."""
-        return await self._lines.enter_async_context(Channel(server.address, certs.files(Path(self._folder), role)))
+        files = certs.files(Path(self._folder), role)
+        return await self._lines.enter_async_context(Channel(server.address, files, tracing=CALLS))
