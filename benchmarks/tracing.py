@@ -1,11 +1,11 @@
-"""What tracing costs: committed tokens per second of 16 sessions with every session traced, with none, and without.
+"""What tracing costs 16 sessions: with every one traced into the file, and with none in the sample.
 
-    python -m benchmarks.tracing [--repeat N] [--tokens N] [--json]
+    python -m benchmarks.tracing [--pairs N] [--seconds S] [--json]
 
-*off* is a sample of 0 with an exporter ready (only what is slow or fails would be kept), *on* a sample of 1.0 into the
-trace file. Both are ratios to the same node without tracing, from interleaved runs: the median of them, by the wall
-clock and by processor time, which other work on the machine disturbs less. A few tenths of a percent can't be seen in
-either, so the parts are timed by themselves too: a round's notes on the event loop, its spans on the exporter's thread.
+One node serves 16 sessions without a pause while its spans go to the file or to nobody in turns of S seconds; what
+counts is the ratio of rounds per second in neighbouring turns, whose median other work on the machine disturbs least
+(M is fixed, so that rounds are alike). Not being in the sample costs too little to be seen so; it is timed by itself,
+as are the parts of being in it: a round's notes on the event loop, its spans on the exporter's thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
@@ -33,7 +33,66 @@ from sdcp_mono.telemetry.tracing import Note, Tracing, spans_of
 
 SESSIONS: Final = 16
 PROMPTS: Final = Path(__file__).with_name("prompts.json")
-MODES: Final = {"none": None, "off": 0.0, "on": 1.0}
+TOKENS: Final = 96
+WARM_SECONDS: Final = 5.0  # until prefixes are cached and costs are known
+
+
+class Switch:
+    """Hands notes on or drops them."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self.on = False
+
+    def put(self, note: Note) -> None:
+        if self.on:
+            self.pipe.put(note)
+
+
+class Turn(NamedTuple):
+    on: bool
+    by_clock: float  # rounds per second
+    by_processor: float  # rounds per second of processor time
+
+
+async def turns(data: Path, pairs: int, seconds: float) -> tuple[list[Turn], int]:
+    """Neighbours are off and on, in an order drawn anew; and how many spans were made."""
+    loaded = compose.load(Settings(kv_memory_mb=512), lambda *_: None)
+    loaded = replace(loaded, settings=loaded.settings.model_copy(update={"data_dir": data, "m_fixed": 4}))
+    texts = [prompt["text"] for prompt in (json.loads(PROMPTS.read_text()) * SESSIONS)[:SESSIONS]]
+    prompts = [tuple(loaded.tokenizer.apply_chat([{"role": "user", "content": text}])) for text in texts]
+    switch = Switch(Pipe("file", TraceFile(data / "traces", "bench", 64 * 2**20, {"service.name": "bench"}), 16384))
+    rounds = 0
+
+    async def without_end(prompt: tuple[int, ...], tokens: int) -> None:
+        nonlocal rounds
+        while True:
+            request = GenerateRequest(prompt, tokens, (), Rule.GREEDY, Sampling())
+            generation = await node.serving.generate(request)
+            async for chunk in generation.chunks():
+                rounds += len(chunk.rounds)
+            await generation.close()
+
+    done = []
+    draw = random.Random(0)
+    async with compose.Node(loaded, CollectorRegistry(), tracing=Tracing([switch])) as node:
+        # Of different lengths, so that they don't end together.
+        working = [asyncio.create_task(without_end(prompt, TOKENS + 7 * i)) for i, prompt in enumerate(prompts)]
+        await asyncio.sleep(WARM_SECONDS)
+        for _ in range(pairs):
+            first = draw.random() < 0.5
+            for switch.on in (first, not first):
+                before, wall, processor = rounds, time.perf_counter(), time.process_time()
+                await asyncio.sleep(seconds)
+                made, wall = rounds - before, time.perf_counter() - wall
+                done.append(Turn(switch.on, made / wall, made / (time.process_time() - processor)))
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+    await asyncio.to_thread(switch.pipe.close)
+    loaded.close()
+    assert not switch.pipe.dropped
+    return done, switch.pipe.exported
 
 
 class Kept:
@@ -43,50 +102,6 @@ class Kept:
 
     def put(self, note: Note) -> None:
         self.note = note
-
-
-class Bench:
-    def __init__(self, tokens: int, data: Path) -> None:
-        self.data = data
-        self.loaded = compose.load(Settings(kv_memory_mb=512), lambda *_: None)
-        prompts = json.loads(PROMPTS.read_text())
-        texts = [prompt["text"] for prompt in (prompts * SESSIONS)[:SESSIONS]]
-        apply = self.loaded.tokenizer.apply_chat
-        self.requests = [
-            GenerateRequest(tuple(apply([{"role": "user", "content": text}])), tokens, (), Rule.GREEDY, Sampling())
-            for text in texts
-        ]
-        self.spans = 0
-
-    def run(self, sample: float | None) -> dict[str, float]:
-        """Tokens and rounds per second of the wall clock, and tokens per second of the processor."""
-        pipe = None
-        if sample is not None:
-            pipe = Pipe("file", TraceFile(self.data / "traces", "bench", 64 * 2**20, {"service.name": "bench"}), 16384)
-        tracing = None if pipe is None or sample is None else Tracing([pipe], sample=sample, slow_seconds=1.0)
-        facts = asyncio.run(self._all(tracing))
-        if pipe is not None:
-            pipe.close()
-            assert not pipe.dropped
-            self.spans += pipe.exported
-        return facts
-
-    async def _all(self, tracing: Tracing | None) -> dict[str, float]:
-        settings = self.loaded.settings.model_copy(update={"data_dir": self.data})
-        loaded = replace(self.loaded, settings=settings)
-        async with compose.Node(loaded, CollectorRegistry(), tracing=tracing) as node:
-
-            async def one(request: GenerateRequest) -> tuple[int, int]:
-                generation = await node.serving.generate(request)
-                chunks = [chunk async for chunk in generation.chunks()]
-                await generation.close()
-                return sum(len(chunk.tokens) for chunk in chunks), sum(len(chunk.rounds) for chunk in chunks)
-
-            wall, processor = time.perf_counter(), time.process_time()
-            done = await asyncio.gather(*(one(request) for request in self.requests))
-            wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        tokens, rounds = (sum(column) for column in zip(*done, strict=True))
-        return {"wall": tokens / wall, "processor": tokens / processor, "round_seconds": wall / rounds}
 
 
 def parts() -> dict[str, float]:
@@ -144,49 +159,46 @@ def _microseconds(work: Any, times: int = 20_000) -> float:
     return 1e6 * best
 
 
-def measure(repeat: int, tokens: int) -> dict[str, Any]:
+def measure(pairs: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(tokens, Path(folder))
-        for sample in MODES.values():  # caches fill, acceptance settles
-            bench.run(sample)
-        bench.spans = 0
-        runs: dict[str, list[dict[str, float]]] = defaultdict(list)
-        for repetition in range(repeat):
-            order = list(MODES.items())
-            for name, sample in order[repetition % 3 :] + order[: repetition % 3]:
-                runs[name].append(bench.run(sample))
-        bench.loaded.close()
-    result: dict[str, Any] = {"sessions": SESSIONS, "tokens": tokens, "repeat": repeat, "spans": bench.spans}
-    result["tokens_per_second"] = statistics.median(run["wall"] for run in runs["none"])
-    for name in ("off", "on"):
-        for clock in ("wall", "processor"):
-            ratios = [run[clock] / none[clock] for run, none in zip(runs[name], runs["none"], strict=True)]
-            result[f"{name}_{clock}_percent"] = 100 * (1 - statistics.median(ratios))
-    of_parts = parts()
-    round_us = 1e6 * statistics.median(run["round_seconds"] for run in runs["none"])
-    result |= of_parts | {"round_us": round_us, "off_parts_percent": 100 * of_parts["notes_off_us"] / round_us}
-    result["on_parts_percent"] = 100 * (of_parts["notes_on_us"] + of_parts["spans_us"]) / round_us
-    return result
+        done, spans = asyncio.run(turns(Path(folder), pairs, seconds))
+    costs: dict[str, list[float]] = {"by_clock": [], "by_processor": []}
+    for first, second in zip(done[::2], done[1::2], strict=True):
+        on, off = (first, second) if first.on else (second, first)
+        for name, of in costs.items():
+            of.append(100 * (1 - getattr(on, name) / getattr(off, name)))
+    found = parts()
+    per_second = statistics.median(turn.by_clock for turn in done)
+    round_us = 1e6 / per_second
+    return {
+        "sessions": SESSIONS, "pairs": pairs, "spans": spans, "rounds_per_second": per_second,
+        **{f"on_percent_{name}": statistics.median(of) for name, of in costs.items()},
+        **{f"on_quartiles_{name}": statistics.quantiles(of, n=4)[::2] for name, of in costs.items()}, **found,
+        "off_parts_percent": 100 * found["notes_off_us"] / round_us,
+        "on_parts_percent": 100 * (found["notes_on_us"] + found["spans_us"]) / round_us,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(options.repeat, options.tokens)
+    result = measure(options.pairs, options.seconds)
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{SESSIONS} sessions: {result['tokens_per_second']:.0f} tokens/s without tracing")
-    for name in ("off", "on"):
-        wall, processor, by_parts = (result[f"{name}_{kind}_percent"] for kind in ("wall", "processor", "parts"))
-        print(f"{name:3}: {wall:+.2f} % by the clock, {processor:+.2f} % by processor time, {by_parts:.2f} % by parts")
+    print(f"{SESSIONS} sessions, {result['rounds_per_second']:.0f} rounds a second, {result['spans']} spans")
+    for name in ("by_clock", "by_processor"):
+        low, high = result[f"on_quartiles_{name}"]
+        said = f"{result[f'on_percent_{name}']:+.2f} % (quartiles of the pairs {low:+.2f}, {high:+.2f})"
+        print(f"on:  {name.replace('_', ' ')} {said}")
     print(
-        f"a round takes {result['round_us']:.0f} us of the node; its notes {result['notes_off_us']:.1f} (off) or "
-        f"{result['notes_on_us']:.1f} us (on), its spans {result['spans_us']:.0f} us on the exporter's thread"
+        f"     by parts {result['on_parts_percent']:.2f} %: of a round's time its notes take "
+        f"{result['notes_on_us']:.1f} us, its spans {result['spans_us']:.1f} us on the exporter's thread"
     )
+    print(f"off: by parts {result['off_parts_percent']:.2f} %: {result['notes_off_us']:.1f} us a round")
 
 
 if __name__ == "__main__":

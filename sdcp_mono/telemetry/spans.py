@@ -81,15 +81,17 @@ def _pairs(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    match value:
-        case bool():
-            return {"boolValue": value}
-        case int():
-            return {"intValue": str(value)}
-        case float():
-            return {"doubleValue": value}
-        case list() | tuple():
-            return {"arrayValue": {"values": [_value(one) for one in value]}}
+    kind = type(value)
+    if kind is int:
+        return {"intValue": str(value)}
+    if kind is float:
+        return {"doubleValue": value}
+    if kind is str:
+        return {"stringValue": value}
+    if kind is bool:
+        return {"boolValue": value}
+    if kind in (list, tuple):
+        return {"arrayValue": {"values": [_value(one) for one in value]}}
     return {"stringValue": str(value)}
 
 

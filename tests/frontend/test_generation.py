@@ -398,3 +398,14 @@ def test_one_failed_choice_ends_the_request_only(server: Any, rounds: Any) -> No
     server.serving.script = script
     assert server.complete("x", n=2, max_tokens=1).status_code == 500
     assert server.complete("x", max_tokens=1).json()["choices"][0]["text"] == "a"
+
+
+def test_traces_are_told_the_endpoint_and_the_clients_trace(server: Any) -> None:
+    """The header goes on as it came: who traces judges it."""
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    server.http.post("/v1/completions", json={"prompt": "Hi"}, headers={"traceparent": given})
+    completion = server.serving.requests[-1]
+    server.chat()
+    chat = server.serving.requests[-1]
+    assert (completion.operation, completion.trace) == ("text_completion", given)
+    assert (chat.operation, chat.trace) == ("chat", "")
