@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -32,6 +31,7 @@ from rich.progress import track
 
 from benchmarks.kill_run import PHASES, WORKLOADS, Bench, Plan, Result
 from benchmarks.namespaces import Namespaces, why_not
+from benchmarks.serving import machine
 from sdcp_mono.compose.demo import told_to_stop
 from sdcp_mono.roles.verifier import STATUS_TTL_MS
 
@@ -140,9 +140,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(results))
         return
-    cores = len(os.sched_getaffinity(0))
-    head = f"`python -m benchmarks.kill_matrix --runs {options.runs} --seed {options.seed}`, {cores} cores, "
-    text = f"{head}{date.today().isoformat()}:\n\n" + table(results, len(wanted) - len(chosen), why)
+    command = f"python -m benchmarks.kill_matrix --runs {options.runs} --seed {options.seed}"
+    text = f"{machine()}, {date.today().isoformat()}; `{command}`\n\n" + table(results, len(wanted) - len(chosen), why)
     print(text)
     if options.write:
         before, rest = DOCUMENT.read_text().split(START)
