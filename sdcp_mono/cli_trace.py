@@ -112,6 +112,7 @@ def _follow(paths: Sequence[Path] | None, prefix: str, slow: bool, settings: Tra
             for session in {id(one): one for one in told if one.id.startswith(prefix.lower())}.values():
                 _show_new(session, shown, slow, settings, as_json)
             found.forget(FOLLOWED)
+            out.file.flush()  # into a pipe as well
     except ValueError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -123,7 +124,9 @@ def _follow(paths: Sequence[Path] | None, prefix: str, slow: bool, settings: Tra
 def _show_new(
     session: trace_files.Session, shown: set[bytes], slow: bool, settings: TraceSettings, as_json: bool
 ) -> None:
-    for one in _rounds(session, None, slow, settings):
+    rounds = _rounds(session, None, slow, settings)
+    longest = max((one.span.seconds for one in rounds), default=0.0)
+    for one in rounds:
         if one.span.span_id in shown:
             continue
         shown.add(one.span.span_id)
@@ -131,7 +134,7 @@ def _show_new(
             out.print(json.dumps(waterfall.span_json(one.span)), soft_wrap=True, highlight=False, markup=False)
         else:
             out.print(f"{session.id[:12]} ", end="")
-            waterfall.show_line(out, session, one, settings.trace_slow_ms / 1000 or 1.0)
+            waterfall.show_line(out, session, one, longest)
 
 
 def _settings(data: Path | None) -> TraceSettings:

@@ -251,3 +251,32 @@ def test_roles_forget_what_is_over(kit: Any, run: Any) -> None:
             assert (world.verifier._phases._ended, world.verifier._phases._scored) == ({}, {})
 
     run(main())
+
+
+def test_a_fenced_round_is_told_by_who_lost_it_and_the_failover_by_the_router(kit: Any, run: Any) -> None:
+    kept = Kept()
+
+    async def main() -> None:
+        async with kit.node(right(kit), tracing=Tracing([kept], sample=0.0), m_fixed=4) as world:
+            generation = await world.serving.generate(kit.request(max_new=200))
+            chunks = generation.chunks()
+            tokens = list((await anext(chunks)).tokens)
+            (active,) = world.serving._active.values()
+            assert await world.log.fence(active.commit_log, 3)  # as another router would, which took it for dead
+            async for chunk in chunks:
+                tokens += chunk.tokens
+            await generation.close()
+            assert tuple(tokens) == kit.follow(3, 200)
+            await world.idle()
+
+    run(main())
+    (lost,) = [span for span in kept.spans("sdcp.round") if span.error == "fenced"]
+    assert (lost.attributes["sdcp.epoch"], lost.attributes["sdcp.role"]) == (1, "verifier")
+    assert [name for name, _ in events([lost])] == ["sdcp.fenced"]
+    (root,) = kept.spans("sdcp.session")
+    assert lost.parent_id == root.span_id
+    told = [(name, facts.get("sdcp.epoch")) for name, facts in events([root])]
+    assert told[:2] == [("sdcp.admitted", None), ("sdcp.opened", 1)]
+    moved = [event for event in told if event[0] in ("sdcp.failover", "sdcp.opened")]
+    assert moved[-1] == ("sdcp.opened", moved[-2][1])  # opened at the epoch of its fence
+    assert moved[-1][1] == 4
