@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from sdcp_mono.cache.disk import DiskTier, TierUnusable
-from sdcp_mono.cache.host import HostTier
+from sdcp_mono.cache.host import HostTier, anonymous
 from sdcp_mono.cache.inspecting import DISK, check_logs
 from sdcp_mono.cache.kept_logs import KeptLogs
 from sdcp_mono.cache.kv import KvCache
@@ -40,11 +40,16 @@ STAGING_MB: Final = 32  # of the host tier that may be on its way up at once: 85
 # ---- tiers -------------------------------------------------------------------------------------------
 
 
-def open_tiers(settings: TierSettings, remote: ObjectStore | None = None) -> Tiers | None:
+def open_tiers(
+    settings: TierSettings,
+    remote: ObjectStore | None = None,
+    memory: Callable[[int], memoryview] = anonymous,
+) -> Tiers | None:
     """The tiers below the device, or None where they are switched off. Without its disk the rest goes on."""
     if not settings.kv_host_mb:
         return None
-    host = HostTier(settings.kv_host_mb * MIB, staging_bytes=min(STAGING_MB, settings.kv_host_mb) * MIB)
+    staging = min(STAGING_MB, settings.kv_host_mb) * MIB
+    host = HostTier(settings.kv_host_mb * MIB, staging_bytes=staging, memory=memory)
     disk = None
     if settings.kv_disk_mb:
         try:
@@ -72,7 +77,7 @@ class Tiered:
     """The KV of a process's models and the tiers below it. ``kv`` is empty for models without KV of their own."""
 
     def __init__(self, settings: TierSettings, kv: Mapping[str, HoldsKv], remote: ObjectStore | None) -> None:
-        self.tiers = open_tiers(settings, remote) if kv else None
+        self.tiers = open_tiers(settings, remote, _memory(kv)) if kv else None
         self.restorers: dict[str, Restorer] = {}
         self._kv = kv
         self._caches: dict[str, KvTiers] = {}
@@ -122,6 +127,15 @@ class Tiered:
     async def report(self, check: bool = False) -> dict[str, Any]:
         """Plain data for ``cache stat``."""
         return {"tiers": [structs.asdict(tier) for tier in self.stats()], "kv": self.counts()}
+
+
+def _memory(kv: Mapping[str, HoldsKv]) -> Callable[[int], memoryview]:
+    """What the host tier is made of; torch is imported only where a model has brought it."""
+    if any(model.on_gpu for model in kv.values()):
+        from sdcp_mono.runners.pinned import pinned
+
+        return pinned
+    return anonymous
 
 
 def _device(kv: HoldsKv) -> TierStats:

@@ -41,6 +41,10 @@ class HoldsKv(Protocol):
 
     @property
     def kv_dtype(self) -> str: ...
+    @property
+    def on_gpu(self) -> bool:
+        """Whether blocks are copied to and from a GPU, for which host memory is better pinned."""
+
     def missing(self, session: SessionId, tokens: Sequence[int], scope: bytes | None) -> Sequence[bytes]:
         """Keys of the full blocks of ``tokens`` that the device lacks, after those it has, which the session takes."""
 

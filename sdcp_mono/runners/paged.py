@@ -119,13 +119,7 @@ class PagedModel:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        identity: bytes,
-        *,
-        blocks: int,
-        block_size: int = BLOCK_SIZE,
-        token_budget: int = 512,
+        self, decoder: Decoder, identity: bytes, *, blocks: int, block_size: int = BLOCK_SIZE, token_budget: int = 512
     ) -> None:
         if token_budget < PROMPT_SHARE:
             raise ValueError(f"token_budget: need at least {PROMPT_SHARE}, got {token_budget}")
@@ -207,6 +201,10 @@ class PagedModel:
     @property
     def kv_dtype(self) -> str:
         return str(self.decoder.kv_dtype).removeprefix("torch.")
+
+    @property
+    def on_gpu(self) -> bool:
+        return getattr(getattr(self.decoder, "device", None), "type", "cpu") == "cuda"
 
     @property
     def usage(self) -> KvUsage:

@@ -285,7 +285,7 @@ def test_decision_7_a_draft_models_prefix_is_neither_target_kv_nor_draft_kv() ->
     """What its blocks are called, and that this kind reaches the tiers."""
 
     class Blocks:
-        kv_dtype, block_bytes = "float32", SIZE
+        kv_dtype, block_bytes, on_gpu = "float32", SIZE, False
 
     async def test() -> None:
         models: Any = {"target": Blocks(), "model:small": Blocks()}
