@@ -77,7 +77,11 @@ def test_a_round_is_one_tree_over_four_processes_and_a_failover_is_part_of_it(cl
         urllib.request.install_opener(urllib.request.build_opener())
 
     def whole(found: list[Session]) -> bool:
-        return bool(found) and all(one.child("sdcp.draft") for one in drafted(found[0]))
+        """Each process writes when it comes to it: rounds come by and by, drafts perhaps later."""
+        if not found or sum(one.span.attributes["sdcp.emitted"] for one in found[0].rounds) < 60:
+            return False
+        committed = all(one.child("sdcp.verify") and one.child("sdcp.commit") for one in found[0].rounds)
+        return committed and all(one.child("sdcp.draft") for one in drafted(found[0]))
 
     (session,) = sessions_when(tmp_path, cluster, whole)
     assert session.root is not None
