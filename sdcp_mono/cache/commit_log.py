@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Final, Generic, Self, TypeVar
 
 from sdcp_mono.core.cbor import decode_records
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
@@ -70,6 +73,48 @@ class Inbox(Generic[C]):
             running = batch[-1] is not None
             if calls := [call for call in batch if call and call.done.set_running_or_notify_cancel()]:
                 yield calls
+
+
+class OwnedLog(ABC, Generic[C]):
+    """A log whose connection one thread owns; usable from any event loop. Raises ``CommitLogUnusable`` when opened."""
+
+    def __init__(self) -> None:
+        self._inbox: Inbox[C] = Inbox()
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="commit-log", daemon=True)
+        self._thread.start()
+        opened.result()
+
+    def close(self) -> None:
+        """Answer what was accepted, then let go of the store. May be called again; blocks."""
+        self._inbox.close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Connect; on the thread. Raises ``CommitLogUnusable``."""
+
+    @abstractmethod
+    def _serve(self) -> None:
+        """Carry out the inbox's batches until it is closed, then disconnect; on the thread."""
+
+    async def _call(self, operation: Callable[[C], T]) -> T:
+        return await asyncio.wrap_future(self._inbox.put(operation))
+
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            self._open()
+        except Exception as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        self._serve()
 
 
 def whole_records(bodies: Sequence[bytes], from_: int, length: int) -> Sequence[CommitRecord | FenceRecord]:

@@ -176,11 +176,6 @@ class DiskTier:
                 self._wipe([found.slot])
             return True
 
-    def touch(self, key: bytes) -> None:
-        with self._lock:
-            if key in self._objects:
-                self._slru.touch(key)
-
     def keys(self) -> tuple[bytes, ...]:
         with self._lock:
             return tuple(self._objects)

@@ -19,9 +19,7 @@ from sdcp_mono.core.problems import Conflict
 log = logging.getLogger(__name__)
 
 STORE_SECONDS: Final = 10.0  # of storing one blob
-AT_ONCE: Final = (
-    8  # blobs on their way to others, each a copy in memory (128 MiB of the largest); and asked for together
-)
+AT_ONCE: Final = 8  # blobs on their way to others, each a copy in memory; and asked for together
 WAITING: Final = 512  # blobs to be stored, of which only the names wait: the blocks of a long prompt
 GUESS: Final = 5e7  # bytes a second before anything was measured: careful, not hopeless
 

@@ -14,17 +14,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from sdcp_mono.cache.commit_log import RETRY_MS, Call, CommitLogUnusable, Inbox, whole_records
+from sdcp_mono.cache.commit_log import RETRY_MS, Call, CommitLogUnusable, OwnedLog, whole_records
 from sdcp_mono.core.cbor import encode_record
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
 from sdcp_mono.core.ports import AppendOutcome, LogAppend
@@ -96,7 +93,7 @@ class _Append:
         return _append(connection, [self])[0]
 
 
-class PostgresLog:
+class PostgresLog(OwnedLog[Connection]):
     """``core.ports.CommitLog`` in the database that ``url`` names; one connection on one thread. For any event loop.
 
     Raises ``CommitLogUnusable`` when opened. Afterwards ``append`` answers ``unknown`` while the server can't be
@@ -107,11 +104,7 @@ class PostgresLog:
         self._url = url
         self._next_try = 0.0
         self._connection: Connection = None
-        self._inbox: Inbox[Connection] = Inbox()
-        opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="commit-log", daemon=True)
-        self._thread.start()
-        opened.result()
+        super().__init__()
 
     async def create(self, log: str) -> None:
         """Make an empty log (AMB-071, AMB-153); raises ``Conflict`` if it exists and is not empty."""
@@ -161,21 +154,10 @@ class PostgresLog:
         )
         return [name for (name,) in rows]
 
-    def close(self) -> None:
-        """Answer what was accepted, then end the connection. May be called again; blocks."""
-        self._inbox.close()
-        self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     async def _call(self, operation: Callable[[Connection], T]) -> T:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await asyncio.wrap_future(self._inbox.put(operation))
+                return await super()._call(operation)
         except TimeoutError:
             self._cut()
             raise Unavailable("the commit log did not answer in time", retry_after_ms=RETRY_MS) from None
@@ -187,14 +169,14 @@ class PostgresLog:
 
     # ---- on the thread ---------------------------------------------------------------------------
 
-    def _run(self, opened: Future[None]) -> None:
+    def _open(self) -> None:
         try:
             self._connection = _connect(self._url)
             _adopt(self._connection)
-        except Exception as error:
-            opened.set_exception(error if isinstance(error, CommitLogUnusable) else _unusable(self._url, error))
-            return
-        opened.set_result(None)
+        except psycopg.Error as error:
+            raise _unusable(self._url, error) from error
+
+    def _serve(self) -> None:
         for calls in self._inbox.batches():
             for some in _together(calls):
                 self._reconnect()
@@ -315,9 +297,7 @@ def _unusable(url: str, error: Exception) -> CommitLogUnusable:
     parts = urlsplit(url)
     place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without user and password
     said = str(error).strip().splitlines() or [type(error).__name__]
-    unusable = CommitLogUnusable(f"the commit log {place} can't be used: {said[-1].strip()}")
-    unusable.__cause__ = error
-    return unusable
+    return CommitLogUnusable(f"the commit log {place} can't be used: {said[-1].strip()}")
 
 
 def _unavailable(error: psycopg.Error) -> Unavailable:

@@ -13,18 +13,14 @@ Law of this module:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import sqlite3
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
-from sdcp_mono.cache.commit_log import RETRY_MS, Call, Inbox, whole_records
+from sdcp_mono.cache.commit_log import RETRY_MS, Call, OwnedLog, whole_records
 from sdcp_mono.cache.commit_log import CommitLogUnusable as CommitLogUnusable
 from sdcp_mono.core.cbor import encode_record
 from sdcp_mono.core.messages import CommitRecord, FenceRecord
@@ -55,7 +51,7 @@ _CHAIN: Final = (
 T = TypeVar("T")
 
 
-class SqliteCommitLog:
+class SqliteCommitLog(OwnedLog[sqlite3.Connection]):
     """``core.ports.CommitLog`` in the file ``path``; its directory must exist. Usable from any event loop.
 
     Raises ``CommitLogUnusable`` when opened. Afterwards a storage error (disk full, IO error) rolls back the
@@ -63,11 +59,8 @@ class SqliteCommitLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._inbox: Inbox[sqlite3.Connection] = Inbox()
-        opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(path, opened), name="commit-log", daemon=True)
-        self._thread.start()
-        opened.result()
+        self._path = path
+        super().__init__()
 
     async def create(self, log: str) -> None:
         """Make an empty log (AMB-071, AMB-153); raises ``Conflict`` if it exists and is not empty."""
@@ -110,28 +103,11 @@ class SqliteCommitLog:
         """Every log in the file, in the order of creation: what recovery and ``replay`` start from."""
         return await self._call(_names)
 
-    def close(self) -> None:
-        """Answer what was accepted, then close the file and release its lock. May be called again; blocks."""
-        self._inbox.close()
-        self._thread.join()
+    def _open(self) -> None:
+        self._connection = _open(self._path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    async def _call(self, operation: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.wrap_future(self._inbox.put(operation))
-
-    def _run(self, path: Path, opened: Future[None]) -> None:
-        try:
-            connection = _open(path)
-        except Exception as error:
-            opened.set_exception(error)
-            return
-        opened.set_result(None)
-        with contextlib.closing(connection):
+    def _serve(self) -> None:
+        with contextlib.closing(self._connection) as connection:  # gives the file's lock back, too
             for calls in self._inbox.batches():
                 _transact(connection, calls)
 

@@ -9,9 +9,7 @@ from typing import Final
 from msgspec import Struct
 
 LEARN: Final = 0.2  # weight of one measurement
-FORGET_SECONDS: Final = (
-    60.0  # a store that was slow is tried about once a minute: what is never asked is never measured
-)
+FORGET_SECONDS: Final = 60.0  # a store that was slow is tried once a minute: what is never asked is never measured
 
 
 class TierStats(Struct, frozen=True):

@@ -56,6 +56,11 @@ def sampling_of(contract: Contract) -> Sampling:
     return _NO_SAMPLING if contract.sampling is UNSET else contract.sampling
 
 
+def seeded(contract: Contract) -> bool:
+    """Whether the session's output must not depend on time, load or a failover (docs/decisions/0001)."""
+    return sampling_of(contract).seed is not UNSET
+
+
 def self_decode_permitted(contract: Contract, load_percent: int) -> bool:
     """Whether the ladder may enter, or go on with, self-decoding at this load (6.5.2)."""
     return contract.self_load is not UNSET and load_percent <= contract.self_load

@@ -103,6 +103,10 @@ class DraftSession:
         return contracts.sampling_of(self.assignment.contract) if updated is UNSET else updated
 
     @property
+    def seeded(self) -> bool:
+        return contracts.seeded(self.assignment.contract)
+
+    @property
     def limit(self) -> int:
         """The largest M that is worth proposing now (6.2, AMB-125): m_cap, and what max_new leaves room for."""
         room = self.assignment.contract.max_new - self.committed

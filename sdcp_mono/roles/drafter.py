@@ -19,7 +19,6 @@ from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
-from sdcp_mono.core import contract as contracts
 from sdcp_mono.core.drafting import DraftSession, Next, check_assignment, check_newer
 from sdcp_mono.core.messages import Assignment, Proposal, Role, Rule, SessionId, SessionState, Status, Verdict
 from sdcp_mono.core.ports import Draft, DraftModel, DraftRequest, RouterPort, RowSource, VerifierPort
@@ -202,7 +201,7 @@ class Drafter:
             await self._settle(work)
 
     async def _refused(self, work: Work, refusal: Refusal) -> Next:
-        lost = isinstance(refusal, QUnavailable) and _seeded(work.rules)  # the cache's doing: proposed again as it was
+        lost = isinstance(refusal, QUnavailable) and work.rules.seeded  # the cache's doing: proposed again as it was
         if isinstance(refusal, BadProposal | QUnavailable) and not lost:
             self._fault(work, work.source)
         refused = work.rules.outstanding
@@ -270,7 +269,7 @@ class Drafter:
                 return uri
             except Unavailable as refusal:
                 log.warning("draft rows could not be published: %s", refusal.detail)
-                if not _seeded(work.rules):
+                if not work.rules.seeded:
                     break
             await asyncio.sleep(delay)
         return UNSET
@@ -304,7 +303,7 @@ class Drafter:
         """
         offers: list[tuple[float, Source, int, Draft | None]] = []
         work.shadows.clear()
-        if _seeded(work.rules):
+        if work.rules.seeded:
             return await self._reproducible(work)
         for source in self._sources:
             plan = self._pace(work, source)
@@ -421,10 +420,6 @@ class Drafter:
             else:
                 done = source.batcher.call(partial(source.model.release, session))
                 done.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _seeded(rules: DraftSession) -> bool:
-    return contracts.sampling_of(rules.assignment.contract).seed is not UNSET
 
 
 def _scope(assignment: Assignment) -> bytes | None:

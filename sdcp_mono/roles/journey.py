@@ -35,9 +35,7 @@ class Journey:
         elif isinstance(step, Inform) and self._drafter:
             lost, self._drafter = self._drafter, ""
             if not self._released:
-                self._tracer.event(
-                    self._session, "sdcp.failover", step.assignment.epoch, role="drafter", lost=lost
-                )  # fmt: skip
+                self._tracer.event(self._session, "sdcp.failover", step.assignment.epoch, role="drafter", lost=lost)
 
     def opened(self, verifier: str, epoch: int) -> None:
         self._verifier = verifier
@@ -51,9 +49,7 @@ class Journey:
         if event.kind in (Action.SWITCH, Action.SELF_DECODE) and not self._released:  # AMB-180: it may be repeated
             self._released = True
             action = Action(event.kind).name.lower()
-            self._tracer.event(
-                self._session, "sdcp.escalation", event.epoch, action=action, committed=event.committed
-            )  # fmt: skip
+            self._tracer.event(self._session, "sdcp.escalation", event.epoch, action=action, committed=event.committed)
 
     def read(self, chunk: Chunk) -> None:
         last = self._outcome
@@ -64,6 +60,4 @@ class Journey:
     def ended(self, error: str) -> None:
         """``error`` says why it failed, empty if it didn't."""
         last = self._outcome
-        self._tracer.closed(
-            self._session, Outcome(last.tokens, last.first_token, last.finish, error or last.error)
-        )  # fmt: skip
+        self._tracer.closed(self._session, Outcome(last.tokens, last.first_token, last.finish, error or last.error))

@@ -25,9 +25,7 @@ class Phases:
         self._ended[session] = time.perf_counter()
 
     def scored(self, session: SessionId, asked: float, cost: PassCost, restored: int) -> None:
-        self._scored[session] = ModelPass(
-            asked, time.perf_counter(), cost.seconds, cost.rows, cost.requests, restored
-        )  # fmt: skip
+        self._scored[session] = ModelPass(asked, time.perf_counter(), cost.seconds, cost.rows, cost.requests, restored)
 
     def committed(self, append: Append, began: float, appends: int) -> None:
         """A round is durable; its append began at ``began`` and shared a transaction with ``appends`` in all."""

@@ -438,7 +438,7 @@ class Verifier:
         if not self._self_decode_idle:
             return
         for session in list(self.engine.sessions.values()):
-            seeded = contracts.sampling_of(session.contract).seed is not UNSET  # its rounds shouldn't depend on time
+            seeded = contracts.seeded(session.contract)
             expected = session.drafted or (seeded and not session.undrafted)
             # One that was moved while we drain finds that out when it next commits.
             patience = SILENT_AFTER_MS if expected and not self._draining else UNDRAFTED_AFTER_MS

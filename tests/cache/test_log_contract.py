@@ -25,7 +25,8 @@ from .stores import Store
 
 APPENDER = Path(__file__).with_name("appender.py")
 ROOT = Path(__file__).parents[2]
-KILLS = {"sqlite": 50, "postgres": 8, "s3": 4}  # cycles: each starts a process
+KILLS = {"sqlite": 50, "postgres": 8, "s3": 4}  # cycles: each starts a process. Memory ends with its own
+lasting = pytest.mark.parametrize("store", KILLS, indirect=True)
 
 
 @pytest.fixture(params=["sqlite", "postgres", "memory", "s3"])
@@ -217,11 +218,10 @@ def told(child: subprocess.Popen[str], lines: int) -> list[str]:
     return [child.stdout.readline() for _ in range(lines)]
 
 
+@lasting
 def test_every_acknowledged_record_survives_kill_9(store: Store, request: pytest.FixtureRequest) -> None:
     """Each is there once, in order; at most one more per log, whose acknowledgement died with the writer."""
     kind = request.node.callspec.params["store"]
-    if kind == "memory":
-        return  # it ends with its process
     acknowledged: dict[str, list[str]] = {}
     for cycle in range(KILLS[kind]):
         with appending(store) as child:
@@ -245,10 +245,9 @@ def test_every_acknowledged_record_survives_kill_9(store: Store, request: pytest
     assert sum(map(len, acknowledged.values())) >= KILLS[kind]
 
 
-def test_a_crash_at_each_record_boundary(store: Store, request: pytest.FixtureRequest) -> None:
+@lasting
+def test_a_crash_at_each_record_boundary(store: Store) -> None:
     """The next writer finds what was acknowledged, and its record is the next one."""
-    if request.node.callspec.params["store"] == "memory":
-        return
     for records in range(4):
         with appending(store, "step") as child:
             assert child.stdin is not None

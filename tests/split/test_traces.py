@@ -7,11 +7,9 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from sdcp_mono.telemetry.trace_files import Session, read
 
@@ -33,17 +31,7 @@ def _processes() -> Any:
 processes = _processes()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, cyc: Path) -> Iterator[Any]:
-    made = processes.Cluster(tmp_path, cyc)
-    try:
-        for name in made.NAMES:
-            made.start(name)
-        for name in made.NAMES:
-            made.answers(name)
-        yield made
-    finally:
-        made.stop()
+cluster = processes.cluster
 
 
 def sessions_when(folder: Path, cluster: Any, complete: Callable[[list[Session]], Any]) -> list[Session]:
